@@ -1,0 +1,132 @@
+"""What a plugin author implements.
+
+A plugin is a module named by an entry point of the group ``commlayer.backends``.
+Its hook implementation ``commlayer_backend()`` returns a `Backend`: a name, a
+table of facts (`Semantics`), and `Backend.open`, which returns the live
+`Transport` of this process.  A transport opens `Endpoint` objects, each one
+native communicator on which point-to-point operations are posted.
+
+The core hands an endpoint only one-dimensional, contiguous, non-empty ``uint8``
+tensors on a declared device, and valid ranks and tags.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from commlayer.semantics import Semantics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PLUGIN_API = 1
+"""The version of the interface in this module, `commlayer.semantics` and `commlayer.hookspecs`."""
+
+
+class Store(Protocol):
+    """The part of a torch ``Store`` that connecting needs: keys to bytes, shared by all ranks."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that connect together.
+
+    `rank` and `size` are local to the connecting group.  `store` is shared by
+    exactly these ranks; its keys are already prefixed with the connection's name.
+    `connect_timeout` is in seconds and bounds everything that connecting waits for.
+    """
+
+    rank: int
+    size: int
+    store: Store
+    connect_timeout: float
+
+
+@dataclass(frozen=True)
+class Viability:
+    """Whether a backend can run here.  `reason` says why (not); `install` says what to do."""
+
+    ok: bool
+    reason: str
+    install: str = ""
+
+
+class Endpoint(ABC):
+    """One native communicator: posts operations and completes their works.
+
+    Works are the transport's own objects and opaque to the core.  `isend` and
+    `irecv` return one at once unless ``post_may_block`` is declared.  An
+    operation that cannot be posted raises; `wait` raises what the transport
+    raises when the operation failed.
+    """
+
+    @abstractmethod
+    def isend(self, tensor: Tensor, dst: int, tag: int) -> Any:
+        """Post a send of `tensor` to rank `dst`; returns the native work."""
+
+    @abstractmethod
+    def irecv(self, tensor: Tensor, src: int, tag: int) -> Any:
+        """Post a receive from rank `src` into `tensor`; returns the native work."""
+
+    def wait(self, work: Any) -> None:
+        """Block as ``wait_blocks`` declares until `work` is complete, however long it takes."""
+        work.wait()
+
+    def poll(self, work: Any) -> bool:
+        """The transport's own completion query; called only where ``poll`` is EXACT."""
+        return bool(work.is_completed())
+
+    def close(self) -> None:  # noqa: B027
+        """Release the communicator.  Called once, after its lanes have ended."""
+
+
+class Transport(ABC):
+    """The live object of one backend in one process."""
+
+    @abstractmethod
+    def endpoint(self, name: str) -> Endpoint:
+        """Make the communicator `name` with all ranks of the world.
+
+        Ranks pair by name.  Raises within the world's connect timeout when a
+        rank is absent.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Release what the endpoints shared.  Called once, after every endpoint is closed."""
+
+
+class Backend(ABC):
+    """A named transport: facts now, a live object on demand.
+
+    `plugin_api` is the closed range of `PLUGIN_API` versions the plugin was
+    written for.  `priority` ranks viable backends for ``backend="auto"``: a
+    device transport above a host transport.
+    """
+
+    name: ClassVar[str]
+    plugin_api: ClassVar[tuple[int, int]]
+    semantics: ClassVar[Semantics]
+    priority: ClassVar[int] = 0
+    sources: ClassVar[Mapping[str, str]] = {}
+    """Where facts come from, by name (``p2p.poll``, ``progress``), for reports."""
+
+    @abstractmethod
+    def viability(self) -> Viability:
+        """Whether the backend can run in this process.  Must not raise and must be cheap."""
+
+    @abstractmethod
+    def open(self, world: World, options: Mapping[str, Any]) -> Transport:
+        """Open the transport.  `options` is the ``options`` table of the configuration."""
+
+    def versions(self) -> Mapping[str, str]:
+        """Versions of what the transport is made of, for reports."""
+        return {}

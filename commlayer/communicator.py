@@ -1,0 +1,559 @@
+"""The engine-facing interface: sends, receives and broadcasts that keep their promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlayer.config import CommConfig
+from commlayer.errors import CommError, CommTimeout, ErrorKind
+from commlayer.handle import CompositeHandle, Handle, OperationHandle, checked_timeout
+from commlayer.receive import MessageClaim
+from commlayer.semantics import Semantics
+from commlayer.tracking.ledger import Ledger
+from commlayer.tracking.lifetime import Fingerprint
+from commlayer.tracking.operation import LaneKey, Operation, calling_site
+from commlayer.tracking.retention import RetentionPolicy
+from commlayer.wire.connection import Connection
+from commlayer.wire.frame import Kind, Outgoing
+from commlayer.wire.tags import BROADCAST, MAX_TAG, OBJECTS
+from commlayer.wire.tensors import Limits, sendable
+from commlayer.wire.values import pack
+
+
+class Session:
+    """What all channels of one communicator share."""
+
+    def __init__(
+        self,
+        *,
+        connection: Connection,
+        backend: str,
+        semantics: Semantics,
+        config: CommConfig,
+        retention: RetentionPolicy,
+        release: Callable[[], None],
+    ) -> None:
+        self.connection = connection
+        self.backend = backend
+        self.semantics = semantics
+        self.config = config
+        self.retention = retention
+        self.limits = Limits.from_config(config)
+        self.release = release
+        self.channels: dict[str, Communicator] = {}
+
+    def close(self, timeout: float | None = None) -> None:
+        """Close the connection and release the transport if nothing is left inside it."""
+        limit = checked_timeout(timeout)
+        if self.connection.close(self.config.close_timeout if limit is None else limit):
+            self.release()
+
+
+class Communicator:
+    """Sends, receives and broadcasts between the ranks that connected together.
+
+    Ranks are local to the communicator.  Every method may be called from any
+    thread; the order of what several threads post is theirs to fix, and must be
+    the same on every rank.  Posting an operation never waits for the peer below
+    the bounds ``max_inflight_ops`` and ``max_inflight_bytes``.
+
+    A source tensor must not be overwritten before the handle of its send was
+    waited, unless ``retention = "copy_on_post"`` copied it; it may be dropped at
+    once, and so may the handle.
+
+    All methods raise `CommError`: CONFIG for a wrong argument, CLOSED after
+    `close` or after the peer's, PEER_LOST when the peer is gone, FULL at the
+    bound, UNSUPPORTED for what cannot be sent, before anything leaves the rank.
+    """
+
+    def __init__(self, session: Session, channel: str) -> None:
+        self._session = session
+        self._connection = session.connection
+        self._channel = channel
+        self._broadcast_channel = "broadcast" if channel == "data" else channel
+        self._step = 0
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._connection.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._connection.size
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend in use."""
+        return self._session.backend
+
+    @property
+    def semantics(self) -> Semantics:
+        """The facts that the backend declares."""
+        return self._session.semantics
+
+    @property
+    def config(self) -> CommConfig:
+        """The configuration in effect."""
+        return self._session.config
+
+    @property
+    def ledger(self) -> Ledger:
+        """All operations in flight, of every channel."""
+        return self._connection.ledger
+
+    def channel(self, name: str) -> Communicator:
+        """The same calls on lanes of their own: what waits on one channel holds up no other.
+
+        Channels are the built-in ``data`` (this one, by default), ``control``,
+        ``fold`` and ``broadcast``, and those named in the configuration.
+        Closing or draining any of them does so for all.
+        """
+        try:
+            return self._session.channels[name]
+        except KeyError:
+            raise CommError(
+                ErrorKind.CONFIG,
+                f"channel {name!r}",
+                "it was not named when the ranks connected",
+                f"Add it to `channels` in the configuration; known: "
+                f"{', '.join(self._session.channels)}",
+            ) from None
+
+    # Tensors
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
+        """Post a send of `tensor` (any dense dtype, shape and strides) to rank `dst`.
+
+        `tag` (0 to 65535) selects a lane: messages of one tag arrive in order,
+        messages of different tags do not wait for each other.
+        """
+        operation = self._operation("isend", dst, "send", self._tag(tag))
+        tensors = self._retained([sendable(tensor, operation.describe())])
+        return self._send(operation, Kind.TENSOR, tensors, b"")
+
+    def irecv(self, tensor: Tensor | None, src: int, tag: int = 0) -> Handle:
+        """Post a receive from rank `src` into `tensor`; ``result()`` returns it.
+
+        The message must have the dtype and number of elements of `tensor`; one
+        that has not fails this receive (PROTOCOL) and no other.  With ``None``
+        the tensor is allocated with the dtype and shape that were sent.
+        """
+        operation = self._operation("irecv", src, "recv", self._tag(tag))
+        if tensor is not None:
+            self._check_target(tensor, operation)
+        return self._receive(operation, MessageClaim(operation, Kind.TENSOR, target=tensor))
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send `tensor` and wait until it may be overwritten."""
+        self.isend(tensor, dst, tag).wait()
+
+    def recv(self, tensor: Tensor | None, src: int, tag: int = 0) -> Tensor:
+        """Receive into `tensor` (or new memory for ``None``) and return it."""
+        return self.irecv(tensor, src, tag).result()  # type: ignore[no-any-return]
+
+    # Objects and tensor dicts
+
+    def isend_object(self, obj: Any, dst: int) -> Handle:
+        """Post a send of a value to rank `dst`.
+
+        A value is any tree of ``None``, bool, int, float, complex, str, bytes,
+        list, tuple, set, dict, tensors, torch dtypes, devices and sizes, numpy
+        arrays and scalars, and registered dataclasses, named tuples and enums.
+        Anything else needs ``allow_pickle``.
+        """
+        operation = self._operation("isend_object", dst, "send", OBJECTS)
+        return self._send_value(operation, Kind.OBJECT, obj)
+
+    def irecv_object(self, src: int) -> Handle:
+        """Post a receive of a value from rank `src`; ``result()`` returns it.  Never blocks."""
+        operation = self._operation("irecv_object", src, "recv", OBJECTS)
+        return self._receive(operation, MessageClaim(operation, Kind.OBJECT))
+
+    def send_object(self, obj: Any, dst: int) -> None:
+        """Send a value and wait until it may be changed."""
+        self.isend_object(obj, dst).wait()
+
+    def recv_object(self, src: int) -> Any:
+        """Receive a value from rank `src`."""
+        return self.irecv_object(src).result()
+
+    def isend_tensor_dict(
+        self,
+        tensor_dict: Mapping[str, Any],
+        dst: int,
+        all_gather_group: Communicator | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> Handle:
+        """Post a send of a dict of str to tensors or values; the order of its keys is kept."""
+        self._refuse_slices(all_gather_group, all_gather_tensors)
+        operation = self._operation("isend_tensor_dict", dst, "send", OBJECTS)
+        return self._send_value(operation, Kind.TENSOR_DICT, _checked_dict(tensor_dict, operation))
+
+    def irecv_tensor_dict(
+        self,
+        src: int,
+        all_gather_group: Communicator | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> Handle:
+        """Post a receive of a tensor dict from `src`; ``result()`` returns it.  Never blocks."""
+        self._refuse_slices(all_gather_group, all_gather_tensors)
+        operation = self._operation("irecv_tensor_dict", src, "recv", OBJECTS)
+        return self._receive(operation, MessageClaim(operation, Kind.TENSOR_DICT))
+
+    def send_tensor_dict(
+        self,
+        tensor_dict: Mapping[str, Any],
+        dst: int,
+        all_gather_group: Communicator | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> None:
+        """Send a tensor dict and wait until its tensors may be overwritten."""
+        self.isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors).wait()
+
+    def recv_tensor_dict(
+        self,
+        src: int,
+        all_gather_group: Communicator | None = None,
+        all_gather_tensors: Mapping[str, bool] | None = None,
+    ) -> dict[str, Any]:
+        """Receive a tensor dict from rank `src`."""
+        handle = self.irecv_tensor_dict(src, all_gather_group, all_gather_tensors)
+        return handle.result()  # type: ignore[no-any-return]
+
+    # Broadcasts
+
+    def broadcast(self, tensor: Tensor | None, src: int, async_op: bool = False) -> Any:
+        """Send `tensor` of rank `src` to every other rank.
+
+        Every rank calls it, in the same order.  Other ranks receive into
+        `tensor`, or with ``None`` into a tensor of the shape and dtype that were
+        sent.  Returns the tensor, or with `async_op` a handle whose ``result()``
+        is the tensor.  A rank that is a broadcast behind or ahead of the sender
+        raises PROTOCOL.
+        """
+
+        def target(operation: Operation) -> Tensor | None:
+            if tensor is not None:
+                self._check_target(tensor, operation)
+            return tensor
+
+        def contents(operation: Operation) -> tuple[bytes, list[Tensor]]:
+            if tensor is None:
+                raise CommError(
+                    ErrorKind.CONFIG, operation.describe(), "rank src has no tensor", "Pass one"
+                )
+            return b"", [sendable(tensor, operation.describe())]
+
+        return self._broadcast("broadcast", Kind.TENSOR, src, tensor, contents, target, async_op)
+
+    def broadcast_object(self, obj: Any, src: int, async_op: bool = False) -> Any:
+        """Send a value of rank `src` to every other rank; what they pass is ignored.
+
+        Returns the value, or with `async_op` a handle whose ``result()`` is the value.
+        """
+
+        def contents(operation: Operation) -> tuple[bytes, list[Tensor]]:
+            return pack(obj, self._session.limits, operation.describe())
+
+        return self._broadcast(
+            "broadcast_object", Kind.OBJECT, src, obj, contents, _no_target, async_op
+        )
+
+    def broadcast_tensor_dict(
+        self, tensor_dict: Mapping[str, Any] | None, src: int, async_op: bool = False
+    ) -> Any:
+        """Send a tensor dict of rank `src` to every other rank; what they pass is ignored.
+
+        Returns the dict, or with `async_op` a handle whose ``result()`` is the dict.
+        """
+
+        def contents(operation: Operation) -> tuple[bytes, list[Tensor]]:
+            checked = _checked_dict(tensor_dict, operation)
+            return pack(checked, self._session.limits, operation.describe())
+
+        return self._broadcast(
+            "broadcast_tensor_dict",
+            Kind.TENSOR_DICT,
+            src,
+            tensor_dict,
+            contents,
+            _no_target,
+            async_op,
+        )
+
+    # Endings
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait until every send of every channel is locally complete.
+
+        Raises `CommTimeout` naming what is not, after `timeout` seconds.  Sends
+        that have failed do not count.
+        """
+        limit = checked_timeout(timeout)
+        now = self._connection.runtime.now
+        deadline = None if limit is None else now() + limit
+        for operation in self.ledger.pending_sends():
+            remaining = None if deadline is None else max(0.0, deadline - now())
+            if not self.ledger.wait(operation, remaining):
+                pending = self.ledger.pending_sends()
+                raise CommTimeout(
+                    "drain",
+                    f"{len(pending)} sends are not complete after {limit:g} s, the oldest is "
+                    f"{operation.describe()}",
+                    "They go on: drain again, or see why the receiver does not receive",
+                )
+        self.ledger.reap()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Drain, part from every peer, and release the transport.
+
+        `timeout` is in seconds and defaults to ``close_timeout``.  Pending
+        receives fail (CLOSED).  Raises `CommError` naming sends that were not
+        delivered, or `CommTimeout` naming peers that did not answer; the
+        communicator is closed all the same.  A second close does nothing.
+        """
+        self._session.close(timeout)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except CommError:
+            pass
+
+    def __repr__(self) -> str:
+        state = "open" if self._connection.closed is None else "closed"
+        return (
+            f"<Communicator rank {self.rank} of {self.world_size}, {self.backend}, "
+            f"channel {self._channel}, {state}>"
+        )
+
+    # How
+
+    def _tag(self, tag: int) -> str:
+        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= MAX_TAG:
+            raise CommError(
+                ErrorKind.CONFIG, "tag", f"{tag!r} is not an integer from 0 to {MAX_TAG}",
+                "Use a smaller tag",
+            )  # fmt: skip
+        return str(tag)
+
+    def _operation(self, kind: str, peer: int, direction: str, tag: str) -> Operation:
+        self._check_rank(peer, kind)
+        if self.world_size == 1:
+            raise CommError(ErrorKind.CONFIG, kind, "this is the only rank: there is no peer", "")
+        if peer == self.rank:
+            raise CommError(
+                ErrorKind.CONFIG,
+                kind,
+                f"rank {peer} is this rank itself",
+                "Keep what stays on the rank in memory",
+            )
+        return self._make(kind, LaneKey(self._channel, peer, direction, tag))
+
+    def _check_rank(self, rank: int, kind: str) -> None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise CommError(
+                ErrorKind.CONFIG,
+                kind,
+                f"{rank!r} is not a rank of this communicator",
+                f"Ranks are local to it: 0 to {self.world_size - 1}",
+            )
+
+    def _make(self, kind: str, lane: LaneKey) -> Operation:
+        config = self._session.config
+        site = calling_site() if config.record_sites or config.check_lifetime else None
+        return Operation(kind, lane, 0, self._connection.runtime.now(), site)
+
+    def _retained(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return self._session.retention.retain(tensors)
+
+    def _check_target(self, tensor: Tensor, operation: Operation) -> None:
+        cause = ""
+        if not isinstance(tensor, Tensor):
+            cause = f"{type(tensor).__name__} is not a tensor"
+        elif tensor.layout is not torch.strided or tensor.is_quantized:
+            cause = f"a tensor of layout {tensor.layout} cannot be received into"
+        elif tensor.device.type not in self.semantics.devices:
+            cause = f"backend {self.backend!r} does not write memory of {tensor.device.type}"
+        elif any(
+            stride == 0 and size > 1
+            for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            cause = "an expanded tensor has several elements in one place"
+        elif tensor.is_conj() or tensor.is_neg():
+            cause = "a lazily conjugated or negated tensor cannot be received into"
+        if cause:
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                operation.describe(),
+                cause,
+                "Receive into a dense tensor on a device of the backend",
+            )
+
+    def _check_devices(self, tensors: Sequence[Tensor], operation: Operation) -> None:
+        for tensor in tensors:
+            if tensor.device.type not in self.semantics.devices:
+                raise CommError(
+                    ErrorKind.UNSUPPORTED,
+                    operation.describe(),
+                    f"backend {self.backend!r} does not read memory of {tensor.device.type}",
+                    "Choose a backend for that device, or copy the tensor to "
+                    f"{' or '.join(self.semantics.devices)} first",
+                )
+
+    def _refuse_slices(self, group: object, tensors: object) -> None:
+        if group is not None or tensors is not None:
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                "tensor dict with all_gather_group",
+                "sending slices is not implemented yet",
+                "Leave all_gather_group out: tensors are then sent whole",
+            )
+
+    def _handle(self, operation: Operation) -> OperationHandle:
+        connection = self._connection
+        return OperationHandle(
+            operation, connection.ledger, connection.progress, connection.runtime
+        )
+
+    def _send_value(self, operation: Operation, kind: Kind, value: Any) -> Handle:
+        packed, tensors = pack(value, self._session.limits, operation.describe())
+        return self._send(operation, kind, self._retained(tensors), packed)
+
+    def _encode(
+        self,
+        operation: Operation,
+        kind: Kind,
+        tensors: Sequence[Tensor],
+        packed: bytes,
+        step: int = -1,
+    ) -> Outgoing:
+        self._check_devices(tensors, operation)
+        outgoing = Outgoing(kind, tensors, packed, self._session.config.inline_bytes, step)
+        limits = self._session.limits
+        if sum(message.numel() for message in outgoing.payload) > limits.max_message_bytes:
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                operation.describe(),
+                f"{outgoing.nbytes} bytes exceed max_message_bytes = {limits.max_message_bytes}",
+                "Send less at once, or raise the limit on all ranks",
+            )
+        return outgoing
+
+    def _send(
+        self, operation: Operation, kind: Kind, tensors: Sequence[Tensor], packed: bytes
+    ) -> Handle:
+        lane = self._connection.send_lane(
+            operation.lane.channel, operation.lane.peer, operation.lane.tag
+        )
+        outgoing = self._encode(operation, kind, tensors, packed)
+        self._admit(operation, outgoing)
+        try:
+            lane.post(operation, outgoing)
+        except CommError:
+            self.ledger.remove(operation)
+            raise
+        return self._handle(operation)
+
+    def _admit(self, operation: Operation, outgoing: Outgoing) -> None:
+        operation.nbytes = outgoing.nbytes
+        self.ledger.admit(operation, exempt=operation.lane.channel == "fold")
+        if self._session.config.check_lifetime:
+            operation.fingerprint = Fingerprint(outgoing.payload)
+
+    def _receive(self, operation: Operation, claim: MessageClaim) -> Handle:
+        lane = self._connection.recv_lane(
+            operation.lane.channel, operation.lane.peer, operation.lane.tag
+        )
+        self.ledger.admit(operation)
+        lane.claim(claim)
+        return self._handle(operation)
+
+    def _broadcast(
+        self,
+        name: str,
+        kind: Kind,
+        src: int,
+        value: Any,
+        contents: Callable[[Operation], tuple[bytes, list[Tensor]]],
+        target: Callable[[Operation], Tensor | None],
+        async_op: bool,
+    ) -> Any:
+        self._check_rank(src, name)
+        channel = self._broadcast_channel
+        now = self._connection.runtime.now
+        handle: Handle
+        if self.world_size == 1:
+            handle = CompositeHandle((), now, lambda: value)
+        elif src == self.rank:
+            operations = [
+                self._make(name, LaneKey(channel, peer, "send", BROADCAST))
+                for peer in self._connection.peers
+            ]
+            packed, tensors = contents(operations[0])
+            sends = self._fan_out(operations, kind, self._retained(tensors), packed)
+            handle = CompositeHandle(sends, now, lambda: value)
+        else:
+            operation = self._make(name, LaneKey(channel, src, "recv", BROADCAST))
+            into = target(operation)
+            owner = self._session.channels[channel]
+            handle = self._receive(operation, MessageClaim(operation, kind, owner._step, into))
+            owner._step += 1
+        return handle if async_op else handle.result()
+
+    def _fan_out(
+        self,
+        operations: Sequence[Operation],
+        kind: Kind,
+        tensors: Sequence[Tensor],
+        packed: bytes,
+    ) -> list[Handle]:
+        """Post one message to every peer; a peer that is lost fails its own handle only."""
+        if self._connection.closed is not None:
+            raise self._connection.closed.again()
+        owner = self._session.channels[self._broadcast_channel]
+        outgoing = self._encode(operations[0], kind, tensors, packed, owner._step)
+        admitted: list[Operation] = []
+        try:
+            for operation in operations:
+                self._admit(operation, outgoing)
+                admitted.append(operation)
+        except CommError:
+            for operation in admitted:
+                self.ledger.remove(operation)
+            raise
+        owner._step += 1
+        for operation in operations:
+            key = operation.lane
+            try:
+                self._connection.send_lane(key.channel, key.peer, key.tag).post(operation, outgoing)
+            except CommError as error:
+                self.ledger.fail(operation, error)
+        return [self._handle(operation) for operation in operations]
+
+
+def _checked_dict(value: Any, operation: Operation) -> Mapping[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise CommError(
+            ErrorKind.CONFIG,
+            operation.describe(),
+            "a tensor dict is a dict whose keys are str",
+            "Use isend_object for other values",
+        )
+    return value
+
+
+def _no_target(operation: Operation) -> None:
+    return None

@@ -1,0 +1,242 @@
+"""Configuration: one typed value, from a mapping, a TOML file or the environment.
+
+Precedence, key by key: the mapping handed to `commlayer.connect`, then the TOML
+file, then ``COMMLAYER_*`` environment variables, then the default.  The file is
+the one named by ``COMMLAYER_CONFIG`` or by the key ``config`` of the mapping.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from commlayer.errors import CommError, ErrorKind
+
+ENVIRONMENT_PREFIX = "COMMLAYER_"
+
+
+def _key(description: str, unit: str = "", **limits: Any) -> Meta:
+    return Meta(description=description, extra={"unit": unit}, **limits)
+
+
+class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Everything that can be set.
+
+    Immutable; ``msgspec.structs.replace`` makes an altered copy.  Constructing
+    one raises ``ValueError`` for a value of the wrong type or range.
+    """
+
+    backend: Annotated[
+        str, _key("Backend by name, or `auto`: the viable one of highest priority.", min_length=1)
+    ] = "auto"
+    name: Annotated[
+        str,
+        _key("Name of the connection; ranks that connect together use the same.", min_length=1),
+    ] = "commlayer"
+    channels: Annotated[
+        tuple[str, ...],
+        _key("Channels beside the built-in `data`, `control`, `fold` and `broadcast`."),
+    ] = ()
+    connect_timeout: Annotated[
+        float, _key("How long connecting may wait for absent ranks.", "seconds", gt=0)
+    ] = 60.0
+    close_timeout: Annotated[
+        float, _key("Limit of `close()` without one, and at interpreter exit.", "seconds", ge=0)
+    ] = 10.0
+    max_inflight_ops: Annotated[int, _key("Bound on sends in flight.", "operations", ge=1)] = 4096
+    max_inflight_bytes: Annotated[
+        int, _key("Bound on bytes of sends in flight.", "bytes", ge=1)
+    ] = 1 << 30
+    on_full: Annotated[
+        Literal["wait", "raise"],
+        _key("At the bound a send waits for room (at most `full_timeout`), or raises at once."),
+    ] = "wait"
+    full_timeout: Annotated[
+        float, _key("How long a send waits for room before it raises FULL.", "seconds", ge=0)
+    ] = 60.0
+    retention: Annotated[
+        str, _key("Retention policy by name: `hold_references` or `copy_on_post`.")
+    ] = "hold_references"
+    copy_max_bytes: Annotated[
+        int,
+        _key("`copy_on_post` copies tensors up to this size and holds larger ones.", "bytes", ge=0),
+    ] = 1 << 20
+    reaping: Annotated[str, _key("Reaping policy by name: `background`, `fifo` or `poll`.")] = (
+        "background"
+    )
+    progress: Annotated[
+        Literal["auto", "waiter", "polling"],
+        _key("How completion is noticed; `auto` chooses from the backend's facts."),
+    ] = "auto"
+    inline_bytes: Annotated[
+        int,
+        _key(
+            "Tensors travel inside the header message while they fit; equal on all ranks.",
+            "bytes",
+            ge=0,
+            le=1 << 20,
+        ),
+    ] = 8192
+    unclaimed_messages: Annotated[
+        int,
+        _key("Messages a lane takes in before anybody asks for them.", "messages", ge=1),
+    ] = 16
+    max_header_bytes: Annotated[int, _key("Largest header accepted or sent.", "bytes", ge=4096)] = (
+        16 << 20
+    )
+    max_message_bytes: Annotated[
+        int, _key("Largest sum of tensors in one message accepted or sent.", "bytes", ge=1)
+    ] = 16 << 30
+    max_items: Annotated[
+        int, _key("Most values (keys, list items, tensors) in one message.", "values", ge=1)
+    ] = 100_000
+    max_depth: Annotated[
+        int, _key("Deepest nesting of containers in one message.", "levels", ge=1, le=200)
+    ] = 64
+    allow_pickle: Annotated[
+        bool,
+        _key(
+            "Send and accept pickled values of unknown types. A peer can then run code here; "
+            "equal on all ranks."
+        ),
+    ] = False
+    record_sites: Annotated[bool, _key("Record the source line that posted each operation.")] = (
+        False
+    )
+    check_lifetime: Annotated[
+        bool,
+        _key(
+            "Compare a checksum of every posted source at completion; an overwrite in flight "
+            "raises LIFETIME with the posting line."
+        ),
+    ] = False
+    options: Annotated[
+        dict[str, Any], _key("Options of the backend; its own documentation names them.")
+    ] = {}
+
+    def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(type(self)):
+            value = getattr(self, field.name)
+            try:
+                msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{field.name}: {error}") from None
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{field.name} must be finite")
+        if len(set(self.channels)) != len(self.channels):
+            raise ValueError("channels must be named once each")
+        if any(not channel or channel.strip() != channel for channel in self.channels):
+            raise ValueError("channels must be non-empty names without surrounding blanks")
+
+    @classmethod
+    def load(
+        cls,
+        mapping: Mapping[str, Any] | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> CommConfig:
+        """Build the configuration from its three sources.
+
+        Raises `CommError` (CONFIG) for an unknown key, naming the nearest known
+        one, for a value of the wrong type or range, and for an unreadable file.
+        """
+        environ = os.environ if environ is None else environ
+        mapping = {} if mapping is None else mapping
+        if not isinstance(mapping, Mapping):
+            raise _invalid("mapping", f"expected a mapping, got {type(mapping).__name__}")
+        settings = dict(mapping)
+        path = settings.pop("config", None) or environ.get(ENVIRONMENT_PREFIX + "CONFIG")
+        merged = _checked(_from_environment(environ), "environment")
+        if path:
+            merged |= _from_file(path)
+        merged |= _checked(settings, "mapping")
+        return msgspec.convert(merged, cls)
+
+
+def _known() -> dict[str, Any]:
+    return {field.name: field.type for field in msgspec.structs.fields(CommConfig)}
+
+
+def _checked(settings: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return `settings` if its keys are known and its values valid; `source` is for the message."""
+    known = _known()
+    for key in settings:
+        if key not in known:
+            raise _unknown(key, source, list(known))
+    try:
+        msgspec.convert(settings, CommConfig)
+    except ValueError as error:
+        raise _invalid(source, str(error)) from error
+    return settings
+
+
+def _invalid(source: str, cause: str) -> CommError:
+    return CommError(
+        ErrorKind.CONFIG,
+        f"configuration ({source})",
+        cause,
+        "Correct the value; `commlayer config` lists the keys with type and range",
+    )
+
+
+def _unknown(key: object, source: str, known: list[str]) -> CommError:
+    folded = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(str(key).lower(), folded, n=1)
+    cure = (
+        f"Did you mean {folded[near[0]]!r}?" if near else f"Known keys: {', '.join(sorted(known))}"
+    )
+    return CommError(ErrorKind.CONFIG, f"configuration ({source})", f"unknown key {key!r}", cure)
+
+
+def _from_file(path: object) -> dict[str, Any]:
+    if not isinstance(path, (str, os.PathLike)):
+        raise _invalid("config", f"expected the path of a file, got {path!r}")
+    source = f"file {os.fspath(path)}"
+    operation = f"configuration ({source})"
+    try:
+        with open(path, "rb") as file:
+            data = msgspec.toml.decode(file.read())
+    except OSError as error:
+        raise CommError(ErrorKind.CONFIG, operation, str(error), "Name a readable file") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CommError(ErrorKind.CONFIG, operation, str(error), "Correct the TOML") from error
+    settings = data.get("commlayer", data)
+    if not isinstance(settings, dict):
+        raise _invalid(source, "`commlayer` is not a table")
+    return _checked(settings, source)
+
+
+RESERVED_ENVIRONMENT = frozenset({"CONFIG"})
+"""Variables with the prefix that are not keys."""
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Values of ``COMMLAYER_<KEY>`` variables; lists are comma-separated, tables are JSON."""
+    types = _known()
+    keys = {ENVIRONMENT_PREFIX + key.upper(): key for key in types}
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX):
+            continue
+        suffix = variable[len(ENVIRONMENT_PREFIX) :]
+        if suffix in RESERVED_ENVIRONMENT:
+            continue
+        if variable not in keys:
+            raise _unknown(variable, "environment", list(keys))
+        key = keys[variable]
+        try:
+            if key == "channels":
+                values[key] = tuple(part.strip() for part in text.split(",") if part.strip())
+            elif key == "options":
+                values[key] = msgspec.json.decode(text, type=dict[str, Any])
+            else:
+                values[key] = msgspec.convert(text, types[key], strict=False)
+        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+            raise _invalid(f"environment {variable}", str(error)) from error
+    return values

@@ -1,0 +1,197 @@
+"""`connect`: from a configuration to a communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from commlayer import shutdown
+from commlayer.backend import Endpoint, Transport, World
+from commlayer.communicator import Communicator, Session
+from commlayer.config import CommConfig
+from commlayer.errors import CommError, ErrorKind
+from commlayer.registry import LoadedBackend, Registry, default_registry
+from commlayer.rendezvous import Hello, agree, world_of_environment, world_of_group
+from commlayer.semantics import Order, Semantics, Threads, WaitBlocks
+from commlayer.tracking.ledger import Bounds, Ledger
+from commlayer.tracking.operation import Operation
+from commlayer.tracking.policies import check_sound
+from commlayer.tracking.progress import choose_progress
+from commlayer.tracking.reaping import ReapingPolicy, reaping_policy
+from commlayer.tracking.retention import RetentionPolicy, retention_policy
+from commlayer.tracking.runtime import Runtime, ThreadRuntime
+from commlayer.tracking.serialized import SerializedEndpoint
+from commlayer.wire.connection import Connection
+from commlayer.wire.frame import WIRE_VERSION
+from commlayer.wire.tags import TagMap
+from commlayer.wire.tensors import Limits
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def connect(
+    config: Mapping[str, Any] | CommConfig | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    retention: RetentionPolicy | None = None,
+    reaping: ReapingPolicy | None = None,
+    registry: Registry | None = None,
+) -> Communicator:
+    """Connect the ranks and return their communicator.
+
+    `config` is a `CommConfig`, or a mapping of its keys that is completed from
+    a TOML file and the environment (see `CommConfig.load`).  All ranks call it,
+    each with the same settings; with `group` only the members of that
+    ``torch.distributed`` group do, and ranks are local to it.  `retention` and
+    `reaping` replace the configured policies.
+
+    Blocks until all ranks have called it, for at most ``connect_timeout``
+    seconds.  Raises `CommError`: CONFIG, PLUGIN, UNSUPPORTED, or TIMEOUT naming
+    absent ranks.
+    """
+    if not isinstance(config, CommConfig):
+        config = CommConfig.load(config)
+    registry = registry or default_registry()
+    config = registry.hooks().commlayer_configure(config=config) or config
+    loaded = registry.select(config.backend)
+    world = world_of_environment(config) if group is None else world_of_group(config, group)
+    return connect_world(
+        world, loaded, config, registry=registry, retention=retention, reaping=reaping
+    )
+
+
+def connect_world(
+    world: World,
+    loaded: LoadedBackend,
+    config: CommConfig,
+    *,
+    registry: Registry | None = None,
+    runtime: Runtime | None = None,
+    retention: RetentionPolicy | None = None,
+    reaping: ReapingPolicy | None = None,
+) -> Communicator:
+    """Connect the ranks of `world` over a loaded backend.
+
+    The part of `connect` that is the same for real ranks and simulated ones;
+    `runtime` is what progress runs on.
+    """
+    backend = loaded.backend
+    semantics = backend.semantics
+    simulated = runtime is not None
+    runtime = runtime or ThreadRuntime()
+    _check_supported(semantics, backend.name)
+    hooks = (registry or default_registry()).hooks(loaded)
+    retention = (
+        retention
+        or hooks.commlayer_retention_policy(semantics=semantics, config=config)
+        or retention_policy(config)
+    )
+    reaping = (
+        reaping
+        or hooks.commlayer_reaping_policy(semantics=semantics, config=config)
+        or reaping_policy(config)
+    )
+    check_sound(retention, semantics, backend.name)
+    check_sound(reaping, semantics, backend.name)
+    progress = choose_progress(config.progress, semantics, runtime, backend.name)
+    tags = TagMap(config.channels)
+    host, pid = Hello.whereabouts()
+    hello = Hello(
+        wire_version=WIRE_VERSION,
+        backend=backend.name,
+        channels=tags.channels,
+        inline_bytes=config.inline_bytes,
+        allow_pickle=config.allow_pickle,
+        facts=semantics,
+        version=_version(),
+        host=host,
+        pid=pid,
+    )
+    agree(world, hello, runtime)
+    transport = backend.open(world, config.options)
+    endpoint = _endpoint(transport, semantics, runtime)
+    ledger = Ledger(
+        runtime,
+        reaping,
+        Bounds(
+            config.max_inflight_ops,
+            config.max_inflight_bytes,
+            config.on_full,
+            config.full_timeout,
+        ),
+        poll=_poll,
+        block=progress.block,
+    )
+    connection = Connection(
+        rank=world.rank,
+        size=world.size,
+        endpoint=endpoint,
+        tags=tags,
+        runtime=runtime,
+        ledger=ledger,
+        progress=progress,
+        limits=Limits.from_config(config),
+        inline_bytes=config.inline_bytes,
+        unclaimed=config.unclaimed_messages,
+        serial=_serial(semantics),
+    )
+
+    def release() -> None:
+        endpoint.close()
+        transport.close()
+
+    session = Session(
+        connection=connection,
+        backend=backend.name,
+        semantics=semantics,
+        config=config,
+        retention=retention,
+        release=release,
+    )
+    session.channels = {name: Communicator(session, name) for name in tags.channels}
+    connection.open()
+    if not simulated:
+        shutdown.watch(session, (transport, endpoint))
+    return session.channels["data"]
+
+
+def _check_supported(semantics: Semantics, backend: str) -> None:
+    missing = ""
+    if semantics.p2p.wait_blocks is not WaitBlocks.HOST:
+        missing = "wait_blocks = STREAM is not supported yet"
+    elif not semantics.tags:
+        missing = "tags = False: lanes need tags that match independently"
+    elif "cpu" not in semantics.devices:
+        missing = "headers travel in host memory, and 'cpu' is not among its devices"
+    if missing:
+        raise CommError(ErrorKind.UNSUPPORTED, f"backend {backend!r}", missing, "")
+
+
+def _serial(semantics: Semantics) -> bool:
+    facts = semantics.p2p
+    return (
+        facts.order is not Order.PER_TAG
+        or facts.max_outstanding_per_pair > 0
+        or facts.post_may_block
+        or semantics.threads is Threads.FUNNELED
+    )
+
+
+def _endpoint(transport: Transport, semantics: Semantics, runtime: Runtime) -> Endpoint:
+    endpoint = transport.endpoint("p2p")
+    if semantics.threads is Threads.SERIALIZED:
+        return SerializedEndpoint(endpoint, runtime)
+    return endpoint
+
+
+def _poll(operation: Operation) -> bool:
+    return bool(operation.works) and all(endpoint.poll(work) for endpoint, work in operation.works)
+
+
+def _version() -> str:
+    try:
+        return version("commlayer")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,116 @@
+"""What a run of the demo amounts to, in numbers."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from commlayer.demo.model import split_layers
+from commlayer.demo.pipeline import RunStats
+from commlayer.demo.worker import Job, Report
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and greatest of the rounds."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run.  `idle_share` is time blocked over time in all, for each stage."""
+
+    tokens_per_second: Spread
+    idle_share: list[Spread]
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt: str
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """All that the demo prints.  `overlapped`, `blocking` and `ratio` need at least one round."""
+
+    model: str
+    backend: str
+    layers: list[tuple[int, int]]
+    micro_batch: int
+    in_flight: int
+    rounds: int
+    answers: list[Answer]
+    tokens: int
+    tokens_identical: bool
+    overlapped: Mode | None
+    blocking: Mode | None
+    ratio: Spread | None
+    single_process_tokens_per_second: float
+    peak_sends_in_flight: list[int]
+    peak_bytes_in_flight: list[int]
+
+
+def summarize(
+    model: str,
+    job: Job,
+    prompts: Sequence[str],
+    decode: Callable[[Sequence[int]], str],
+    reports: Sequence[Report],
+    alone: tuple[list[list[int]], RunStats],
+) -> Figures:
+    """Put together what the ranks and the single process reported."""
+    generated = reports[-1].tokens
+    expected, alone_stats = alone
+    measured = job.rounds > 0
+    overlapped = _by_round([report.overlapped for report in reports])
+    blocking = _by_round([report.blocking for report in reports])
+    return Figures(
+        model=model,
+        backend=job.config.backend,
+        layers=[(r.start, r.stop) for r in split_layers(job.source.config, job.stages)],
+        micro_batch=job.limits.micro_batch,
+        in_flight=job.limits.in_flight,
+        rounds=job.rounds,
+        answers=[
+            Answer(prompt, decode(tokens), len(tokens))
+            for prompt, tokens in zip(prompts, generated, strict=True)
+        ],
+        tokens=sum(map(len, generated)),
+        tokens_identical=all(report.tokens == expected for report in reports),
+        overlapped=_mode(overlapped) if measured else None,
+        blocking=_mode(blocking) if measured else None,
+        ratio=Spread.of([_rate(o) / _rate(b) for o, b in zip(overlapped, blocking, strict=True)])
+        if measured
+        else None,
+        single_process_tokens_per_second=alone_stats.tokens / alone_stats.seconds,
+        peak_sends_in_flight=[report.peak_sends for report in reports],
+        peak_bytes_in_flight=[report.peak_bytes for report in reports],
+    )
+
+
+def _by_round(by_rank: Sequence[Sequence[RunStats]]) -> list[list[RunStats]]:
+    return [list(ranks) for ranks in zip(*by_rank, strict=True)]
+
+
+def _rate(ranks: Sequence[RunStats]) -> float:
+    return ranks[-1].tokens / max(stats.seconds for stats in ranks)
+
+
+def _mode(rounds: Sequence[Sequence[RunStats]]) -> Mode:
+    return Mode(
+        tokens_per_second=Spread.of([_rate(ranks) for ranks in rounds]),
+        idle_share=[
+            Spread.of([stats.idle / stats.seconds for stats in stage])
+            for stage in zip(*rounds, strict=True)
+        ],
+    )

@@ -1,0 +1,154 @@
+"""What each rank process does: connect, load its layers, run, report to its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
+
+import torch
+
+from commlayer.config import CommConfig
+from commlayer.demo.model import split_layers
+from commlayer.demo.pipeline import Pipeline, RunStats
+from commlayer.demo.schedule import Limits, Scheduler
+from commlayer.demo.weights import Source, load_stage
+from commlayer.errors import CommError, ErrorKind
+
+if TYPE_CHECKING:
+    from commlayer.communicator import Communicator
+
+
+@dataclass(frozen=True)
+class Job:
+    """The work of all ranks.  `rounds` counts measured pairs of runs after a first run."""
+
+    source: Source
+    prompts: tuple[tuple[int, ...], ...]
+    limits: Limits
+    stages: int
+    rounds: int
+    config: CommConfig
+
+    def check(self) -> None:
+        """Raise `CommError` (CONFIG) for what the model cannot do."""
+        model = self.source.config
+        longest = max(map(len, self.prompts)) + self.limits.max_tokens
+        cause = cure = ""
+        if self.stages > model.layers:
+            cause = f"{model.layers} layers cannot be split over {self.stages} stages"
+            cure = f"Use --stages {model.layers} or fewer"
+        elif longest > model.context:
+            cause = f"the longest prompt and its answer are {longest} tokens, the model reads "
+            cause += f"{model.context}"
+            cure = "Shorten the prompt or lower --max-tokens"
+        if cause:
+            raise CommError(ErrorKind.CONFIG, "demo", cause, cure)
+
+    @property
+    def token_budget(self) -> int:
+        """The most tokens that are generated."""
+        return len(self.prompts) * self.limits.max_tokens
+
+    def scheduler(self) -> Scheduler:
+        return Scheduler(self.prompts, self.limits, self.source.config.stop_tokens)
+
+
+@dataclass(frozen=True)
+class Doing:
+    """How far the ranks are.  `total` is an upper limit, 0 when unknown."""
+
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank has to say at the end.  `tokens` are those of the first run, per request."""
+
+    tokens: list[list[int]]
+    overlapped: list[RunStats]
+    blocking: list[RunStats]
+    peak_bytes: int
+    peak_sends: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A rank gives up."""
+
+    message: str
+
+
+Message = Doing | Report | Failed
+
+
+def main(rank: int, job: Job, port: int, parent: Connection) -> None:
+    """Entry point of a rank process.  Ends with the parent, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(job.stages),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    torch.set_num_threads(1)
+    try:
+        parent.send(_run(rank, job, parent))
+    except Exception as error:
+        detail = "" if isinstance(error, RuntimeError) else traceback.format_exc()
+        parent.send(Failed(f"{error}\n{detail}".strip()))
+
+
+def _end_with_parent() -> None:
+    process = parent_process()
+    assert process is not None
+    process.join()
+    os._exit(1)
+
+
+def _run(rank: int, job: Job, parent: Connection) -> Report:
+    import commlayer
+
+    stage = load_stage(job.source, split_layers(job.source.config, job.stages)[rank])
+    last = rank == job.stages - 1
+
+    def tell(phase: str, done: int, total: int) -> None:
+        if last:
+            parent.send(Doing(phase, done, total))
+
+    with commlayer.connect(job.config) as comm:
+        first = job.scheduler()
+        _meet(comm)
+        Pipeline(
+            comm,
+            stage,
+            first,
+            on_tokens=lambda count: tell("Generating tokens", count, job.token_budget),
+        ).run()
+        tokens = first.generated()
+        peak = comm.ledger.snapshot()
+
+        measured: dict[bool, list[RunStats]] = {False: [], True: []}
+        modes = [mode for index in range(job.rounds) for mode in (index % 2 == 1, index % 2 == 0)]
+        for index, blocking in enumerate(modes):
+            tell("Measuring runs, overlapped and blocking in turn", index, len(modes))
+            scheduler = job.scheduler()
+            _meet(comm)
+            measured[blocking].append(Pipeline(comm, stage, scheduler, blocking=blocking).run())
+            if scheduler.generated() != tokens:
+                raise RuntimeError("two runs of the same requests gave different tokens")
+    return Report(tokens, measured[False], measured[True], peak.peak_bytes, peak.peak_sends)
+
+
+def _meet(comm: Communicator) -> None:
+    """Return once every rank has called it."""
+    for src in range(comm.world_size):
+        comm.broadcast(torch.zeros(1), src)

@@ -1,0 +1,152 @@
+"""What the caller holds while an operation is in flight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from commlayer.errors import CommError, CommTimeout
+from commlayer.tracking.ledger import Ledger
+from commlayer.tracking.operation import Operation
+from commlayer.tracking.progress import ProgressEngine
+from commlayer.tracking.runtime import Runtime
+
+
+class Handle(Protocol):
+    """The promise of one operation; see each method.
+
+    All methods may be called from any thread, repeatedly, in any order, before
+    and after completion, after an error and after the communicator was closed.
+    Dropping a handle changes nothing: the operation stays retained and goes on.
+    """
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once the result may be used and the source may be overwritten.
+
+        `timeout` is in seconds; ``None`` waits without limit and 0 polls.
+        Raises the operation's `CommError` (the same one every time),
+        `CommTimeout` when the limit expires, which changes nothing, and
+        `ValueError` for a negative or NaN limit.
+        """
+        ...
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """As `wait`, for the host: returns only when the operation is complete."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether the operation is over, well or not.  Never true early; needs nobody to wait.
+
+        For a send it means that the source may be overwritten (local
+        completion), for a receive that the result is usable.
+        """
+        ...
+
+    def exception(self) -> CommError | None:
+        """The operation's error, or ``None`` while it is pending or when it went well."""
+        ...
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Wait, then return what a receive yields (``None`` for a send)."""
+        ...
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    """`timeout` in seconds; raises `ValueError` for a negative number, NaN or no number."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise ValueError(f"timeout must be a number of seconds or None, not {timeout!r}")
+    if math.isnan(timeout) or timeout < 0:
+        raise ValueError(f"timeout must not be negative or NaN, got {timeout!r}")
+    return None if math.isinf(timeout) else float(timeout)
+
+
+class OperationHandle:
+    """The handle of a single operation on a transport that the host waits for."""
+
+    __slots__ = ("_ledger", "_operation", "_progress", "_runtime")
+
+    def __init__(
+        self, operation: Operation, ledger: Ledger, progress: ProgressEngine, runtime: Runtime
+    ) -> None:
+        self._operation = operation
+        self._ledger = ledger
+        self._progress = progress
+        self._runtime = runtime
+
+    def wait(self, timeout: float | None = None) -> None:
+        operation = self._operation
+        limit = checked_timeout(timeout)
+        if not self._ledger.wait(operation, limit):
+            age = self._runtime.now() - operation.posted_at
+            raise CommTimeout(
+                operation.describe(),
+                f"not complete {age:.3g} s after it was posted; the limit of {limit:g} s expired",
+                f"The operation goes on: wait again, or see what rank {operation.lane.peer} does",
+            )
+        if operation.error is not None:
+            raise operation.error.again()
+
+    synchronize = wait
+
+    def is_completed(self) -> bool:
+        if not self._operation.settled:
+            self._progress.poke()
+        return self._operation.settled
+
+    def exception(self) -> CommError | None:
+        return self._operation.error
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.wait(timeout)
+        return self._operation.value
+
+    def __repr__(self) -> str:
+        if not self._operation.settled:
+            state = "pending"
+        else:
+            state = "complete" if self._operation.error is None else "failed"
+        return f"<{state}: {self._operation.describe()}>"
+
+
+class CompositeHandle:
+    """One handle for several: complete when all are, failed as soon as it is waited and one is.
+
+    `result` computes what `result()` returns once all are complete.
+    """
+
+    __slots__ = ("_handles", "_now", "_result")
+
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        now: Callable[[], float],
+        result: Callable[[], Any] = lambda: None,
+    ) -> None:
+        self._handles = tuple(handles)
+        self._now = now
+        self._result = result
+
+    def wait(self, timeout: float | None = None) -> None:
+        limit = checked_timeout(timeout)
+        deadline = None if limit is None else self._now() + limit
+        for handle in self._handles:
+            handle.wait(None if deadline is None else max(0.0, deadline - self._now()))
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        self.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return all(handle.is_completed() for handle in self._handles)
+
+    def exception(self) -> CommError | None:
+        return next((e for h in self._handles if (e := h.exception()) is not None), None)
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.wait(timeout)
+        return self._result()
+
+    def __repr__(self) -> str:
+        return f"<all of {list(self._handles)!r}>"

@@ -1,0 +1,79 @@
+"""Receives that were asked for: what they accept and what they yield."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from commlayer.errors import CommError, ErrorKind
+from commlayer.tracking.operation import Operation
+from commlayer.wire.frame import Kind
+from commlayer.wire.lanes import Incoming
+from commlayer.wire.tensors import as_bytes, meta_of
+
+_CALLS = {
+    Kind.TENSOR: "a tensor",
+    Kind.OBJECT: "an object",
+    Kind.TENSOR_DICT: "a tensor dict",
+}
+
+
+class MessageClaim:
+    """Asks a lane for the next message, which must be of one kind and of one collective step.
+
+    With `target` (a dense tensor) the message must be a tensor of its dtype and
+    number of elements, and is received into it; without, into new memory.
+    """
+
+    __slots__ = ("_kind", "_step", "_target", "operation")
+
+    def __init__(
+        self, operation: Operation, kind: Kind, step: int = -1, target: Tensor | None = None
+    ) -> None:
+        self.operation = operation
+        self._kind = kind
+        self._step = step
+        self._target = None if target is None else target.detach()
+
+    def refusal(self, incoming: Incoming) -> CommError | None:
+        if incoming.kind is not self._kind:
+            what = _CALLS.get(incoming.kind, "a message of the library's own")
+            return self._mismatch(f"the peer sent {what}, this rank receives {_CALLS[self._kind]}")
+        if incoming.body.step != self._step:
+            return self._mismatch(
+                f"the peer is at broadcast {incoming.body.step} of this channel, this rank at "
+                f"{self._step}"
+            )
+        if self._target is not None:
+            sent, mine = incoming.body.tensors[0], meta_of(self._target)
+            if sent.dtype != mine.dtype or sent.nbytes != mine.nbytes:
+                return self._mismatch(
+                    f"the peer sent {sent.dtype} of shape {list(sent.shape)}, this rank's tensor "
+                    f"is {mine.dtype} of shape {list(mine.shape)}"
+                )
+        return None
+
+    def _mismatch(self, cause: str) -> CommError:
+        return CommError(
+            ErrorKind.PROTOCOL,
+            self.operation.describe(),
+            cause,
+            "Make both ranks call the same operations in the same order; this message is lost, "
+            "later ones are not",
+        )
+
+    def buffer(self, incoming: Incoming, index: int) -> Tensor | None:
+        if self._target is None or not self._target.is_contiguous():
+            return None
+        return as_bytes(self._target)
+
+    def value(self, incoming: Incoming) -> Any:
+        if incoming.parsed is not None:
+            return incoming.parsed.build([t for t in incoming.tensors if t is not None])
+        tensor = incoming.tensors[0]
+        if self._target is None:
+            return tensor
+        if tensor is not None:
+            self._target.copy_(tensor.reshape(self._target.shape))
+        return self._target

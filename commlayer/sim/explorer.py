@@ -1,0 +1,446 @@
+"""Running a scenario under many schedules, and making a failure short.
+
+Strategies: ``random`` walks with a seed; ``pct`` gives actors random priorities;
+``dfs`` enumerates depth first, without a bound and with sleep sets (schedules
+that only swap commuting steps are run once), or with at most `preemptions`
+switches away from an actor that could go on, without sleep sets, since the two
+prunings are not sound together.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from commlayer.errors import CommError, ErrorKind
+from commlayer.sim.choices import (
+    Choices,
+    PriorityChoices,
+    Pruned,
+    RandomChoices,
+    ReplayChoices,
+    decode,
+    encode,
+)
+from commlayer.sim.explain import recording_writes
+from commlayer.sim.failure import Failure, FailureKind
+from commlayer.sim.profiles import Profile, profile
+from commlayer.sim.scenario import Scenario, find
+from commlayer.sim.world import Actor, StepBound, World
+
+Strategy = Literal["dfs", "random", "pct"]
+Log = list[tuple[int, float, str, str, str]]
+
+
+@dataclass
+class Run:
+    """One schedule: its choices, and how it ended."""
+
+    choices: list[int]
+    steps: int
+    failure: Failure | None
+    bounded: bool = False
+    """The run was cut off by its step bound."""
+    pruned: bool = False
+    log: Log = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """What exploring found.  `exhausted`: every schedule within the stated bounds was covered."""
+
+    scenario: str
+    profile: str
+    strategy: str
+    schedules: int
+    pruned: int
+    steps_bound_hit: int
+    exhausted: bool
+    bound: str
+    seconds: float
+    failure: Failure | None
+    replay: str
+    found_after: int
+    choices: list[int]
+
+    @property
+    def per_second(self) -> float:
+        return (self.schedules + self.pruned) / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        state = "exhausted" if self.exhausted else "bound hit" if not self.failure else "stopped"
+        lines = [
+            f"{self.scenario} on {self.profile}: {self.strategy}, {self.schedules} schedules "
+            f"({self.pruned} pruned) in {self.seconds:.2f} s, {self.per_second:.0f}/s; "
+            f"{state} ({self.bound})"
+        ]
+        if self.steps_bound_hit:
+            lines.append(f"  {self.steps_bound_hit} schedules were cut off by the step bound")
+        if self.failure is not None:
+            lines += [str(self.failure), f"  found after {self.found_after} schedules"]
+            lines.append(f"  replay: {self.replay}")
+        return "\n".join(lines)
+
+
+def run(
+    scenario: Scenario,
+    on: Profile,
+    choices: Choices,
+    *,
+    explain: bool = False,
+    logged: bool = False,
+    max_steps: int = 50_000,
+) -> Run:
+    """Run one schedule of `scenario`."""
+    log: Log | None = [] if logged else None
+    world = World(
+        choices, on, explain=explain, log=log, max_steps=max_steps,
+        early_ticks=scenario.early_ticks,
+    )  # fmt: skip
+    bounded = pruned = False
+    with recording_writes(world) if explain else nullcontext():
+        try:
+            scenario.setup(world)
+            world.run()
+        except StepBound:
+            bounded = True
+        except Pruned:
+            pruned = True
+        finally:
+            world.close()
+    return Run(choices.taken, world.steps, world.failure, bounded, pruned, log or [])
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[Callable[[int], None]]:
+    """Collect between schedules only: a work that a collection drops is a choice nobody made."""
+    was = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+    def between(count: int) -> None:
+        if count % 200 == 0:
+            gc.collect()
+
+    try:
+        yield between
+    finally:
+        gc.unfreeze()
+        if was:
+            gc.enable()
+
+
+def explore(
+    scenario: Scenario | str,
+    *,
+    on: Profile | str | None = None,
+    strategy: Strategy = "dfs",
+    budget: int = 10_000,
+    seconds: float | None = None,
+    seed: int = 0,
+    preemptions: int | None = None,
+    verify_every: int = 100,
+    max_steps: int = 50_000,
+    shrink: bool = True,
+) -> Report:
+    """Explore until a failure, the end of the schedules, or the budget.
+
+    `budget` counts schedules, `seconds` limits wall-clock time.  Every
+    `verify_every`-th schedule is run twice more and compared (0: never).
+    """
+    if isinstance(scenario, str):
+        scenario = find(scenario)
+    on = profile(on or scenario.profiles[0]) if not isinstance(on, Profile) else on
+    search: _Search
+    if strategy == "dfs":
+        search = _DepthFirst(preemptions)
+    elif strategy in ("random", "pct"):
+        search = _Sampling(strategy, seed)
+    else:
+        raise CommError(
+            ErrorKind.CONFIG, f"strategy {strategy!r}", "there is no such strategy",
+            "Use dfs, random or pct",
+        )  # fmt: skip
+    began = time.perf_counter()
+    schedules = pruned = cut = 0
+    failure: Failure | None = None
+    taken: list[int] = []
+    exhausted = False
+    with _no_garbage_collection() as between:
+        while schedules + pruned < budget:
+            if seconds is not None and time.perf_counter() - began > seconds:
+                break
+            choices = search.next()
+            if choices is None:
+                exhausted = True
+                break
+            result = run(scenario, on, choices, max_steps=max_steps)
+            search.done(result)
+            pruned += result.pruned
+            schedules += not result.pruned
+            cut += result.bounded
+            failure, taken = result.failure, result.choices
+            between(schedules + pruned)
+            if failure is None and verify_every and schedules % verify_every == 0:
+                failure = _verify(scenario, on, result, max_steps)
+            if failure is not None:
+                break
+        elapsed = time.perf_counter() - began
+        replay = ""
+        if failure is not None:
+            if shrink and failure.kind is not FailureKind.NONDETERMINISM:
+                taken = _shrink(scenario, on, taken, failure.kind, max_steps)
+                failure = run(
+                    scenario, on, ReplayChoices(taken), explain=True, max_steps=max_steps
+                ).failure or failure  # fmt: skip
+            replay = f"{scenario.name}@{on.name}:{encode(taken)}"
+    return Report(
+        scenario.name, on.name, strategy, schedules, pruned, cut, exhausted and not cut,
+        search.bound + f", budget {budget} schedules" * (not exhausted),
+        elapsed, failure, replay, schedules + pruned if failure else 0, taken,
+    )  # fmt: skip
+
+
+def replay(text: str, *, logged: bool = False) -> Run:
+    """Run the schedule that a replay string names, with lines recorded.
+
+    Raises `CommError` (CONFIG) for a malformed string or an unknown name.
+    """
+    head, _, tail = text.strip().partition(":")
+    name, _, on = head.partition("@")
+    try:
+        choices = decode(tail)
+    except ValueError as error:
+        raise CommError(
+            ErrorKind.CONFIG, f"replay {text!r}", str(error), "Copy the whole string"
+        ) from error
+    found = find(name)
+    return run(
+        found, profile(on or found.profiles[0]), ReplayChoices(choices), explain=True, logged=logged
+    )
+
+
+# -- searches -------------------------------------------------------------------
+
+
+class _Search:
+    bound = ""
+
+    def next(self) -> Choices | None:
+        raise NotImplementedError
+
+    def done(self, result: Run) -> None:
+        pass
+
+
+class _Sampling(_Search):
+    def __init__(self, strategy: str, seed: int) -> None:
+        self._seed = seed
+        self._pct = strategy == "pct"
+        self._length = 64
+        self.bound = f"sampled from seed {seed}"
+
+    def next(self) -> Choices:
+        self._seed += 1
+        if self._pct:
+            return PriorityChoices(self._seed, length=self._length)
+        return RandomChoices(self._seed)
+
+    def done(self, result: Run) -> None:
+        self._length = max(len(result.choices), 1)
+
+
+class _Node:
+    """A choice of the current path.  `actors` is empty for a choice of behaviour."""
+
+    __slots__ = ("actors", "choice", "footprint", "options", "preemptions", "preempts", "sleep")
+
+    def __init__(self, options: int) -> None:
+        self.options = options
+        self.choice = 0
+        self.actors: list[int] = []
+        self.sleep: dict[int, tuple[int, int]] = {}
+        self.footprint = (-1, 0)
+        self.preempts = False
+        self.preemptions = 0
+
+
+class _DepthFirst(_Search):
+    """The tree of choices, one path at a time."""
+
+    def __init__(self, preemptions: int | None) -> None:
+        self.preemptions = preemptions
+        self.path: list[_Node] = []
+        self._started = False
+        self.bound = (
+            "every schedule up to commuting steps"
+            if preemptions is None
+            else f"every schedule of at most {preemptions} preemptions"
+        )
+
+    def next(self) -> Choices | None:
+        if self._started and not self._advance():
+            return None
+        self._started = True
+        return _Path(self)
+
+    def _advance(self) -> bool:
+        while self.path:
+            node = self.path[-1]
+            if node.actors and self.preemptions is None:
+                node.sleep[node.actors[node.choice]] = node.footprint
+            for choice in range(node.choice + 1, node.options):
+                if node.actors and node.actors[choice] in node.sleep:
+                    continue
+                if (
+                    self.preemptions is not None
+                    and node.preempts
+                    and node.preemptions >= self.preemptions
+                ):
+                    break
+                node.choice = choice
+                return True
+            self.path.pop()
+        return False
+
+
+class _Path(Choices):
+    """One run along the search's path, extending it by first options."""
+
+    def __init__(self, search: _DepthFirst) -> None:
+        super().__init__()
+        self.follows = search.preemptions is None
+        self._path = search.path
+        self._node: _Node | None = None
+        self._sleep: dict[int, tuple[int, int]] = {}
+        self._preemptions = 0
+        self._depth = 0
+
+    def schedule(self, enabled: Sequence[Actor], continues: bool) -> int:
+        if len(enabled) == 1:
+            self._node = None
+            if self._sleep and enabled[0].index in self._sleep:
+                raise Pruned
+            return 0
+        if self._depth < len(self._path):
+            node = self._path[self._depth]
+        else:
+            node = self._extend(enabled, continues)
+        self._node = node
+        self._depth += 1
+        self._sleep = node.sleep
+        if node.choice and node.preempts:
+            self._preemptions += 1
+        self.taken.append(node.choice)
+        return node.choice
+
+    def _extend(self, enabled: Sequence[Actor], continues: bool) -> _Node:
+        node = _Node(len(enabled))
+        node.actors = [actor.index for actor in enabled]
+        node.sleep = dict(self._sleep)
+        node.preempts = continues
+        node.preemptions = self._preemptions
+        if node.sleep:
+            awake = [at for at, index in enumerate(node.actors) if index not in node.sleep]
+            if not awake:
+                raise Pruned
+            node.choice = awake[0]
+        self._path.append(node)
+        return node
+
+    def followed(self, writes: int, reads: int) -> None:
+        if self._node is not None:
+            self._node.footprint = (writes, reads)
+        if self._sleep:
+            both = writes | reads
+            self._sleep = {
+                index: (w, r)
+                for index, (w, r) in self._sleep.items()
+                if not (w & both or r & writes)
+            }
+
+    def pick(self, options: int) -> int:
+        if self._depth < len(self._path):
+            node = self._path[self._depth]
+        else:
+            node = _Node(options)
+            self._path.append(node)
+        self._depth += 1
+        return node.choice
+
+
+# -- after a run ------------------------------------------------------------------
+
+
+def _verify(scenario: Scenario, on: Profile, result: Run, max_steps: int) -> Failure | None:
+    """Run the same choices twice more and compare everything that happened."""
+    one, two = (
+        run(scenario, on, ReplayChoices(result.choices), logged=True, max_steps=max_steps)
+        for _ in range(2)
+    )
+    same = one.log == two.log and one.choices == two.choices and one.failure == two.failure
+    kinds = {r.failure.kind if r.failure else None for r in (one, result)}
+    if same and len(kinds) == 1 and (result.pruned or one.steps == result.steps):
+        return None
+    at = next((n for n, (a, b) in enumerate(zip(one.log, two.log)) if a != b), 0)  # noqa: B905
+    return Failure(
+        FailureKind.NONDETERMINISM,
+        "the same choices gave two different runs: the scenario depends on more than them",
+        (),
+        tuple(f"run {n}: {log[at]}" for n, log in ((1, one.log), (2, two.log)) if at < len(log)),
+    )
+
+
+def _shrink(
+    scenario: Scenario, on: Profile, taken: Sequence[int], kind: FailureKind, max_steps: int
+) -> list[int]:
+    """Fewer and smaller deviations that still fail in the same way."""
+    tries = 400
+
+    def fails(candidate: Sequence[int]) -> list[int] | None:
+        nonlocal tries
+        tries -= 1
+        result = run(scenario, on, ReplayChoices(candidate), max_steps=max_steps)
+        if result.failure is not None and result.failure.kind is kind:
+            return _trimmed(result.choices)
+        return None
+
+    best = _trimmed(taken)
+    size = max(len(best) // 2, 1)
+    while tries > 0:
+        improved = False
+        for start in range(len(best) - 1, -1, -size):
+            low = max(start - size + 1, 0)
+            if tries <= 0 or not any(best[low : start + 1]):
+                continue
+            candidate = [*best[:low], *[0] * (start + 1 - low), *best[start + 1 :]]
+            shorter = fails(candidate)
+            if shorter is not None and _cost(shorter) < _cost(best):
+                best, improved = shorter, True
+                break
+        if improved:
+            size = min(size, max(len(best) // 2, 1))
+        elif size == 1:
+            break
+        else:
+            size //= 2
+    return best
+
+
+def _cost(choices: Sequence[int]) -> tuple[int, int, int]:
+    return (sum(1 for c in choices if c), sum(choices), len(choices))
+
+
+def _trimmed(choices: Sequence[int]) -> list[int]:
+    end = len(choices)
+    while end and choices[end - 1] == 0:
+        end -= 1
+    return list(choices[:end])
+
+
+__all__ = ["Report", "Run", "explore", "replace", "replay", "run"]

@@ -1,0 +1,250 @@
+"""Transports as data: the facts of FACTS, in the vocabulary of `commlayer.semantics`.
+
+A `Profile` is a `Semantics` value, the same type that plugins declare, and the
+few numbers that are measured behaviour but no promise.  Sources: gloo, MPI and
+oneCCL on the CPU were measured on torch 2.13 with two processes on loopback;
+NCCL, XCCL and HCCL were read in the sources of their process groups and not run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import msgspec
+
+from commlayer.errors import CommError, ErrorKind
+from commlayer.semantics import (
+    Capture,
+    Completion,
+    DroppedWork,
+    NativeTimeout,
+    OperationSemantics,
+    Order,
+    PeerLoss,
+    Poll,
+    Progress,
+    Semantics,
+    SizeMismatch,
+    SourceLifetime,
+    Threads,
+    WaitBlocks,
+)
+
+
+class PostBlocks(str, Enum):
+    """When a post that may block does."""
+
+    NEVER = "never"
+    FIRST_USE = "first_use"
+    """The first operation of a pair makes the pair's connection."""
+    ALWAYS = "always"
+    """Every send, until it is matched."""
+    FREE = "free"
+    """The explorer decides, send by send."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One transport as the simulator plays it.
+
+    `watchdog` is the longest an operation may stay on a device, in seconds;
+    `group_timeout` how long a wait that cannot succeed blocks.
+    """
+
+    name: str
+    semantics: Semantics
+    note: str
+    post_blocks: PostBlocks = PostBlocks.NEVER
+    watchdog: float | None = None
+    group_timeout: float = 1800.0
+
+
+_GLOO_P2P = OperationSemantics(
+    poll=Poll.NEVER_BEFORE_WAIT,
+    wait_blocks=WaitBlocks.HOST,
+    wait_repeatable=False,
+    timeout=NativeTimeout.DESTRUCTIVE,
+    dropped_work=DroppedWork.LOSES_MESSAGE,
+    eager_bytes=0,
+    post_may_block=False,
+    order=Order.PER_TAG,
+    max_outstanding_per_pair=0,
+    completion=Completion.LOCAL,
+    size_mismatch=SizeMismatch.ABORTS,
+    source_lifetime=SourceLifetime.REFERENCE,
+    peer_loss=PeerLoss.NEXT_POST_ONLY,
+    dtypes=None,
+)
+_GLOO_COLLECTIVE = OperationSemantics(
+    poll=Poll.EXACT,
+    wait_repeatable=True,
+    timeout=NativeTimeout.SAFE,
+    dropped_work=DroppedWork.CONTINUES,
+    post_may_block=False,
+    order=Order.PER_TAG,
+    max_outstanding_per_pair=0,
+)
+GLOO = Profile(
+    "gloo",
+    Semantics(
+        p2p=_GLOO_P2P,
+        collective=_GLOO_COLLECTIVE,
+        progress=Progress.AUTONOMOUS,
+        threads=Threads.MULTIPLE,
+        tags=True,
+    ),
+    "c10d gloo as measured: rendezvous at every size, the poll says no until waited",
+)
+GLOO_EARLY_POLL = Profile(
+    "gloo_early_poll",
+    msgspec.structs.replace(
+        GLOO.semantics, p2p=msgspec.structs.replace(_GLOO_P2P, poll=Poll.MAY_BE_EARLY)
+    ),
+    "c10d gloo as reported elsewhere: the poll may say yes too early",
+)
+
+_STREAM = OperationSemantics(
+    poll=Poll.EXACT,
+    wait_blocks=WaitBlocks.STREAM,
+    wait_repeatable=True,
+    timeout=NativeTimeout.DESTRUCTIVE,
+    dropped_work=DroppedWork.CONTINUES,
+    post_may_block=False,
+    order=Order.IN_ORDER_STREAM,
+    max_outstanding_per_pair=0,
+    completion=Completion.MATCHED,
+    size_mismatch=SizeMismatch.SILENT,
+    source_lifetime=SourceLifetime.RECORD_STREAM,
+    errors_polled=True,
+    dtypes=None,
+)
+NCCL = Profile(
+    "nccl",
+    Semantics(
+        p2p=msgspec.structs.replace(_STREAM, post_may_block=True),
+        collective=msgspec.structs.replace(_STREAM, source_lifetime=SourceLifetime.EVENT),
+        progress=Progress.AUTONOMOUS,
+        threads=Threads.MULTIPLE,
+        devices=("cuda",),
+        capture=Capture.ALLOWED,
+    ),
+    "ProcessGroupNCCL as read: the first operation of a pair connects it and blocks the host",
+    post_blocks=PostBlocks.FIRST_USE,
+)
+XCCL = Profile(
+    "xccl",
+    Semantics(
+        p2p=msgspec.structs.replace(
+            _STREAM, post_may_block=True, timeout=NativeTimeout.SAFE, errors_polled=False
+        ),
+        collective=msgspec.structs.replace(
+            _STREAM, timeout=NativeTimeout.SAFE, errors_polled=False,
+            source_lifetime=SourceLifetime.EVENT,
+        ),
+        progress=Progress.AUTONOMOUS,
+        threads=Threads.MULTIPLE,
+        devices=("xpu",),
+    ),
+    "ProcessGroupXCCL as read: a send keeps the host busy until the peer posts its receive",
+    post_blocks=PostBlocks.ALWAYS,
+)  # fmt: skip
+HCCL = Profile(
+    "hccl",
+    Semantics(
+        p2p=msgspec.structs.replace(_STREAM, timeout=NativeTimeout.IGNORED),
+        collective=msgspec.structs.replace(
+            _STREAM, timeout=NativeTimeout.IGNORED, source_lifetime=SourceLifetime.EVENT
+        ),
+        progress=Progress.AUTONOMOUS,
+        threads=Threads.MULTIPLE,
+        devices=("npu",),
+    ),
+    "HCCL as read: one serialized stream a communicator, and a device watchdog",
+    watchdog=204.0,
+)
+MPI = Profile(
+    "mpi",
+    Semantics(
+        p2p=OperationSemantics(
+            poll=Poll.EXACT,
+            wait_repeatable=True,
+            timeout=NativeTimeout.IGNORED,
+            dropped_work=DroppedWork.UNSAFE,
+            eager_bytes=8,
+            post_may_block=False,
+            order=Order.PER_TAG,
+            max_outstanding_per_pair=0,
+            size_mismatch=SizeMismatch.ERROR,
+            cancel=True,
+            dtypes=None,
+        ),
+        collective=OperationSemantics(
+            poll=Poll.EXACT,
+            wait_repeatable=True,
+            timeout=NativeTimeout.IGNORED,
+            post_may_block=False,
+            order=Order.PER_TAG,
+            max_outstanding_per_pair=0,
+            size_mismatch=SizeMismatch.ERROR,
+        ),
+        progress=Progress.ONLY_IN_CALLS,
+        threads=Threads.SERIALIZED,
+        tags=True,
+    ),
+    "MPICH as measured: 8 bytes are eager, progress only inside calls, a dropped request is unsafe",
+)
+ONECCL_CPU = Profile(
+    "oneccl_cpu",
+    Semantics(
+        p2p=OperationSemantics(
+            poll=Poll.EXACT,
+            wait_repeatable=True,
+            eager_bytes=4096,
+            post_may_block=False,
+            order=Order.UNORDERED,
+            max_outstanding_per_pair=1,
+            dtypes=None,
+        ),
+        progress=Progress.AUTONOMOUS,
+        threads=Threads.MULTIPLE,
+    ),
+    "oneCCL's own library on the CPU as measured: two sends of one pair may overtake each other",
+)
+ADVERSARY = Profile(
+    "adversary",
+    Semantics(
+        p2p=OperationSemantics(
+            poll=Poll.MAY_BE_EARLY, post_may_block=False, order=Order.PER_TAG,
+            max_outstanding_per_pair=0,
+        ),
+        progress=Progress.AUTONOMOUS,
+        threads=Threads.MULTIPLE,
+        tags=True,
+    ),
+    "the weakest answers to poll, wait, timeout and drop; threads, tags and progress as gloo's",
+)  # fmt: skip
+ADVERSARY_WEAKEST = Profile(
+    "adversary_weakest",
+    Semantics(),
+    "every fact at its default, which is its weakest value; a post may block",
+    post_blocks=PostBlocks.FREE,
+)
+
+PROFILES: dict[str, Profile] = {
+    profile.name: profile
+    for profile in (
+        GLOO, GLOO_EARLY_POLL, NCCL, XCCL, HCCL, MPI, ONECCL_CPU, ADVERSARY, ADVERSARY_WEAKEST,
+    )
+}  # fmt: skip
+
+
+def profile(name: str) -> Profile:
+    """The profile `name`; raises `CommError` (CONFIG) for an unknown one."""
+    try:
+        return PROFILES[name]
+    except KeyError:
+        raise CommError(
+            ErrorKind.CONFIG, f"profile {name!r}", "there is no such profile",
+            f"Known profiles: {', '.join(PROFILES)}",
+        ) from None  # fmt: skip

@@ -1,0 +1,95 @@
+"""What a scenario's code sees of its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from commlayer.sim.memory import Arena
+from commlayer.sim.profiles import Profile
+from commlayer.sim.runtime import SimEvent, SimLock, SimRuntime
+from commlayer.sim.streams import SimDevice
+from commlayer.sim.transport import SimEndpoint, SimTransport
+from commlayer.sim.world import Task, World
+
+
+class Rank:
+    """One rank: its tasks, its endpoints, its device.
+
+    `arena` and `device` are made on first use.
+    """
+
+    def __init__(self, world: World, index: int) -> None:
+        self.world = world
+        self.index = index
+        self.name = f"rank {index}"
+        self._arena: Arena | None = None
+        self._device: SimDevice | None = None
+
+    @property
+    def arena(self) -> Arena:
+        if self._arena is None:
+            self._arena = Arena(self.world, self)
+        return self._arena
+
+    @property
+    def arena_used(self) -> Arena | None:
+        """The arena, if anything was allocated in it."""
+        return self._arena
+
+    @property
+    def device(self) -> SimDevice:
+        if self._device is None:
+            self._device = SimDevice(self.world, self)
+        return self._device
+
+    @property
+    def runtime(self) -> SimRuntime:
+        return SimRuntime(self.world, self.index)
+
+    def endpoint(self, name: str = "data", on: Profile | None = None) -> SimEndpoint:
+        """The native communicator `name` of the world's transport, or of the one `on` describes."""
+        return SimTransport(self.world.network(on), self.index).endpoint(name)
+
+    def spawn(self, function: Callable[[], object], name: str, *, daemon: bool = False) -> Task:
+        """Start a task of this rank; a world is not finished before its tasks that are no daemons."""
+        return self.world.spawn(function, f"{self.name} {name}", rank=self.index, daemon=daemon)
+
+    def lock(self) -> SimLock:
+        return SimLock(self.world)
+
+    def event(self, name: str = "event") -> SimEvent:
+        return SimEvent(self.world, f"{self.name} {name}")
+
+    def sleep(self, seconds: float) -> None:
+        self.runtime.sleep(seconds)
+
+    @contextmanager
+    def naming(self, label: str) -> Iterator[None]:
+        """Operations that the calling task posts inside carry `label` in reports."""
+        task = self.world.running
+        assert task is not None
+        before, task.label = task.label, label
+        try:
+            yield
+        finally:
+            task.label = before
+
+    def close(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+        if self._device is not None:
+            self._device.close()
+
+
+def filled(value: int, nbytes: int = 8) -> torch.Tensor:
+    """A host tensor of `nbytes` bytes, each `value`."""
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+def blank(nbytes: int = 8) -> torch.Tensor:
+    """A host tensor to receive into."""
+    return torch.zeros(nbytes, dtype=torch.uint8)

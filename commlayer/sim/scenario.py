@@ -1,0 +1,68 @@
+"""Scenarios: small functions that set up a world, and what is expected of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from commlayer.errors import CommError, ErrorKind
+from commlayer.sim.failure import FailureKind
+from commlayer.sim.world import World
+
+Setup = Callable[[World], object]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A named set-up.
+
+    `setup(world)` starts ranks and registers checks.  `expect` is the failure
+    that exploring must find, or ``None`` if no schedule may fail.  `profiles`
+    are the profiles for which that holds; the first is the default.  `case` is
+    the number of the failure class it belongs to; `early_ticks` as of `World`.
+    """
+
+    name: str
+    setup: Setup
+    expect: FailureKind | None
+    profiles: tuple[str, ...]
+    case: str = ""
+    early_ticks: int = 0
+
+    @property
+    def doc(self) -> str:
+        return (self.setup.__doc__ or "").strip()
+
+
+_SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(
+    *profiles: str, expect: FailureKind | None = None, case: str = "", early_ticks: int = 0
+) -> Callable[[Setup], Setup]:
+    """Register the decorated function as a scenario of its name."""
+
+    def register(setup: Setup) -> Setup:
+        name = setup.__name__  # type: ignore[attr-defined]
+        _SCENARIOS[name] = Scenario(name, setup, expect, profiles, case, early_ticks)
+        return setup
+
+    return register
+
+
+def scenarios() -> dict[str, Scenario]:
+    """All scenarios by name, those of the library included."""
+    import commlayer.sim.scenarios  # noqa: F401
+
+    return dict(_SCENARIOS)
+
+
+def find(name: str) -> Scenario:
+    """The scenario `name`; raises `CommError` (CONFIG) for an unknown one."""
+    known = scenarios()
+    if name not in known:
+        raise CommError(
+            ErrorKind.CONFIG, f"scenario {name!r}", "there is no such scenario",
+            "`commlayer sim list` names them",
+        )  # fmt: skip
+    return known[name]

@@ -1,0 +1,303 @@
+"""All operations in flight, bounded."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from commlayer.errors import CommError, ErrorKind
+from commlayer.tracking.operation import LaneKey, Operation
+from commlayer.tracking.reaping import PollWorks, ReapingPolicy
+from commlayer.tracking.runtime import Event, Runtime
+
+Block = Callable[[Event, "float | None"], bool]
+"""Waits for an event while whatever drives the lanes goes on; False when the time is up."""
+
+
+class OperationView(msgspec.Struct, frozen=True):
+    """What a snapshot says of one operation.  `age` is in seconds since the post."""
+
+    kind: str
+    channel: str
+    peer: int
+    direction: str
+    tag: str
+    sequence: int
+    nbytes: int
+    age: float
+    state: Literal["pending", "complete", "failed"]
+    site: str | None
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The ledger at one moment.
+
+    `operations` are all that are not yet released, oldest first per lane.
+    `sends` and `bytes` are what the bounds count; the peaks are the largest
+    values since the communicator was made.  `quarantined` are operations that
+    were given up while the transport still holds their buffers.
+    """
+
+    operations: tuple[OperationView, ...]
+    sends: int
+    bytes: int
+    peak_sends: int
+    peak_bytes: int
+    quarantined: tuple[OperationView, ...]
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """How much may be in flight, and what happens at the bound.  Bytes and seconds."""
+
+    operations: int
+    bytes: int
+    on_full: Literal["wait", "raise"]
+    timeout: float
+
+
+class Ledger:
+    """Holds every operation from post to release.
+
+    Sends are admitted under the bounds; receives are listed but not counted.
+    All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        reaping: ReapingPolicy,
+        bounds: Bounds,
+        poll: PollWorks,
+        block: Block,
+    ) -> None:
+        self._runtime = runtime
+        self._reaping = reaping
+        self._bounds = bounds
+        self._poll = poll
+        self._block = block
+        self._lock = runtime.lock()
+        self._lanes: dict[LaneKey, deque[Operation]] = {}
+        self._quarantine: dict[int, Operation] = {}
+        self._sends = 0
+        self._bytes = 0
+        self._peak_sends = 0
+        self._peak_bytes = 0
+        self._released = runtime.event()
+        self._waiters = 0
+
+    def admit(self, operation: Operation, *, exempt: bool = False) -> None:
+        """Enter `operation`, waiting for room if it is a send and the bound is reached.
+
+        An empty lane admits one send of any size, and `exempt` sends are always
+        admitted.  Raises `CommError` (FULL) naming the oldest send, at once or
+        after the bounds' timeout.
+        """
+        if not self._try_admit(operation, exempt):
+            self._wait_for_room(operation)
+
+    def _try_admit(self, operation: Operation, exempt: bool) -> bool:
+        with self._lock:
+            if not self._reaping.background:
+                self._reap_all()
+            lane = self._lanes.get(operation.lane)
+            if lane is None:
+                lane = self._lanes[operation.lane] = deque()
+            if operation.lane.direction == "send":
+                if not (exempt or not lane or self._has_room(operation.nbytes)):
+                    return False
+                self._sends += 1
+                self._bytes += operation.nbytes
+                self._peak_sends = max(self._peak_sends, self._sends)
+                self._peak_bytes = max(self._peak_bytes, self._bytes)
+            lane.append(operation)
+            return True
+
+    def _has_room(self, nbytes: int) -> bool:
+        bounds = self._bounds
+        return self._sends < bounds.operations and self._bytes + nbytes <= bounds.bytes
+
+    def _wait_for_room(self, operation: Operation) -> None:
+        if self._bounds.on_full == "raise":
+            raise self._full(operation)
+        deadline = self._runtime.now() + self._bounds.timeout
+        self._waiters += 1
+        try:
+            while True:
+                self._released.clear()
+                if self._try_admit(operation, exempt=False):
+                    return
+                remaining = deadline - self._runtime.now()
+                if remaining <= 0 or not self._block(self._released, remaining):
+                    if self._try_admit(operation, exempt=False):
+                        return
+                    raise self._full(operation)
+        finally:
+            self._waiters -= 1
+            if self._waiters:
+                self._released.set()
+
+    def _full(self, operation: Operation) -> CommError:
+        with self._lock:
+            sends = [o for lane in self._lanes.values() for o in lane if o.lane.direction == "send"]
+            held = f"{self._sends} sends and {self._bytes} bytes are in flight"
+        oldest = min(sends, key=lambda o: o.posted_at, default=None)
+        age = f", for {self._runtime.now() - oldest.posted_at:.1f} s" if oldest else ""
+        cause = f"{held}; the oldest is {oldest.describe()}{age}" if oldest else held
+        return CommError(
+            ErrorKind.FULL,
+            operation.describe(),
+            cause,
+            "See why its receiver does not receive, or raise max_inflight_ops, "
+            "max_inflight_bytes or full_timeout",
+        )
+
+    def complete(self, operation: Operation, value: Any = None) -> bool:
+        """Settle as complete; `value` is what a receive yields.  False if already settled.
+
+        A send whose source was overwritten in flight, where that is checked,
+        settles as failed (LIFETIME) instead.
+        """
+        fingerprint = operation.fingerprint
+        if fingerprint is not None and fingerprint.changed():
+            return self.fail(operation, _overwritten(operation))
+        return self._settle(operation, value, None)
+
+    def fail(self, operation: Operation, error: CommError, *, quarantine: bool = False) -> bool:
+        """Settle as failed.  False if already settled.
+
+        `quarantine` lists it as given up while the transport still holds its
+        buffers, until `complete` says that the transport let go.
+        """
+        return self._settle(operation, None, error, quarantine)
+
+    def _settle(
+        self, operation: Operation, value: Any, error: CommError | None, quarantine: bool = False
+    ) -> bool:
+        with self._lock:
+            if operation.settled:
+                self._quarantine.pop(id(operation), None)
+                return False
+            operation.value = value
+            operation.error = error
+            operation.settled = True
+            if quarantine:
+                self._quarantine[id(operation)] = operation
+            if self._reaping.background:
+                self._reap(operation.lane)
+        event = operation.event
+        if event is not None:
+            event.set()
+        return True
+
+    def wait(self, operation: Operation, timeout: float | None) -> bool:
+        """Block until `operation` is settled; False when `timeout` seconds have passed."""
+        if not operation.settled:
+            event = operation.event
+            if event is None:
+                with self._lock:
+                    if operation.event is None:
+                        operation.event = self._runtime.event()
+                    event = operation.event
+            if not operation.settled:
+                self._block(event, timeout)
+        if not self._reaping.background:
+            self.reap()
+        return operation.settled
+
+    def reap(self) -> None:
+        """Release everything that the policy allows to be released."""
+        with self._lock:
+            self._reap_all()
+
+    def remove(self, operation: Operation) -> None:
+        """Take back an operation that was entered and then not posted."""
+        with self._lock:
+            self._lanes[operation.lane].remove(operation)
+            self._release(operation)
+            self._notify()
+
+    def _reap_all(self) -> None:
+        for key in list(self._lanes):
+            self._reap(key)
+
+    def _reap(self, key: LaneKey) -> None:
+        lane = self._lanes.get(key)
+        if not lane:
+            return
+        count = self._reaping.reapable(lane, self._poll)
+        for _ in range(count):
+            self._release(lane.popleft())
+        if count:
+            self._notify()
+
+    def _release(self, operation: Operation) -> None:
+        operation.retained = ()
+        operation.works = ()
+        operation.fingerprint = None
+        if operation.lane.direction == "send":
+            self._sends -= 1
+            self._bytes -= operation.nbytes
+
+    def _notify(self) -> None:
+        if self._waiters:
+            self._released.set()
+
+    def pending_sends(self) -> list[Operation]:
+        """Sends that are not settled, oldest first."""
+        with self._lock:
+            pending = [
+                operation
+                for lane in self._lanes.values()
+                for operation in lane
+                if operation.lane.direction == "send" and not operation.settled
+            ]
+        return sorted(pending, key=lambda operation: operation.posted_at)
+
+    def snapshot(self) -> Snapshot:
+        """Everything in flight, as immutable values."""
+        now = self._runtime.now()
+        with self._lock:
+            if self._reaping.background:
+                self._reap_all()
+            return Snapshot(
+                operations=tuple(
+                    _view(operation, now) for lane in self._lanes.values() for operation in lane
+                ),
+                sends=self._sends,
+                bytes=self._bytes,
+                peak_sends=self._peak_sends,
+                peak_bytes=self._peak_bytes,
+                quarantined=tuple(_view(operation, now) for operation in self._quarantine.values()),
+            )
+
+
+def _overwritten(operation: Operation) -> CommError:
+    return CommError(
+        ErrorKind.LIFETIME,
+        operation.describe(),
+        "a source tensor was overwritten while the send was in flight; the peer may have got "
+        "either value",
+        "Wait for the handle before the source is written again, or use retention = 'copy_on_post'",
+    )
+
+
+def _view(operation: Operation, now: float) -> OperationView:
+    if not operation.settled:
+        state: Literal["pending", "complete", "failed"] = "pending"
+    else:
+        state = "failed" if operation.error is not None else "complete"
+    return OperationView(
+        kind=operation.kind,
+        channel=operation.lane.channel,
+        peer=operation.lane.peer,
+        direction=operation.lane.direction,
+        tag=operation.lane.tag,
+        sequence=operation.sequence,
+        nbytes=operation.nbytes,
+        age=now - operation.posted_at,
+        state=state,
+        site=operation.site,
+    )

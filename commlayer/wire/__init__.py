@@ -1,0 +1,1 @@
+"""What travels: the codec of values and tensors, the header message and its lanes."""

@@ -1,0 +1,59 @@
+"""Messages between the libraries of two ranks, on a lane of their own."""
+
+from __future__ import annotations
+
+import msgspec
+
+from commlayer.wire.frame import protocol_error
+
+LaneName = tuple[str, str]
+"""Channel and tag of a lane; its direction follows from who names it."""
+
+
+class Bye(msgspec.Struct, tag="bye", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """I am closing.
+
+    `receives` are the lanes on which I receive from you: end each with a
+    goodbye.  `sends` are the lanes on which I have undelivered messages for
+    you: take them in and throw them away.
+    """
+
+    receives: tuple[LaneName, ...]
+    sends: tuple[LaneName, ...]
+
+
+class ByeAck(
+    msgspec.Struct, tag="bye_ack", array_like=True, frozen=True, forbid_unknown_fields=True
+):
+    """The answer to `Bye`, with the same meaning the other way; the last control message."""
+
+    receives: tuple[LaneName, ...]
+    sends: tuple[LaneName, ...]
+
+
+class LaneBroken(
+    msgspec.Struct, tag="lane_broken", array_like=True, frozen=True, forbid_unknown_fields=True
+):
+    """I no longer receive on `lane`, because of what you sent."""
+
+    lane: LaneName
+    cause: str
+
+
+Control = Bye | ByeAck | LaneBroken
+
+_decoder = msgspec.msgpack.Decoder(Control)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_control(message: Control) -> bytes:
+    """The bytes of a control message."""
+    return _encoder.encode(message)
+
+
+def decode_control(data: bytes, where: str) -> Control:
+    """Decode a control message; raises `CommError` (PROTOCOL) if it is none."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise protocol_error(where, f"the control message cannot be decoded ({error})") from error

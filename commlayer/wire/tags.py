@@ -1,0 +1,39 @@
+"""How channels and tags map to the tags of one native communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BUILTIN_CHANNELS = ("broadcast", "control", "data", "fold")
+MAX_TAG = (1 << 16) - 1
+"""Largest tag that a caller may use."""
+
+OBJECTS = "objects"
+BROADCAST = "broadcast"
+CONTROL_LANE = ("control", "control")
+"""Channel and tag of the library's own messages."""
+
+_RESERVED = (OBJECTS, BROADCAST, CONTROL_LANE[1])
+_CHANNEL_BITS = 18
+
+
+class TagMap:
+    """Gives every channel a range of native tags: 18 bits each, at most 4096 channels.
+
+    The order of `extra` does not matter; all ranks must name the same set.
+    """
+
+    def __init__(self, extra: Sequence[str]) -> None:
+        self.channels = (*BUILTIN_CHANNELS, *sorted(set(extra) - set(BUILTIN_CHANNELS)))
+        self._index = {channel: index for index, channel in enumerate(self.channels)}
+
+    def native(self, channel: str, tag: str) -> int:
+        """The native tag of lane (`channel`, `tag`)."""
+        code = _RESERVED.index(tag) if tag in _RESERVED else len(_RESERVED) + int(tag)
+        return (self._index[channel] << _CHANNEL_BITS) | code
+
+    def valid(self, channel: str, tag: str) -> bool:
+        """Whether the lane can exist; for names that come from a peer."""
+        return channel in self._index and (
+            tag in _RESERVED or (tag.isdecimal() and tag.isascii() and int(tag) <= MAX_TAG)
+        )

@@ -1,0 +1,197 @@
+"""Tensors on the wire: what can be sent, its description, and its bytes.
+
+A tensor travels as its elements in row-major order, in the byte order of the
+host.  Strides, storage offset, gradient and Python subclass do not travel: a
+receiver gets a plain contiguous tensor without history.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from commlayer.errors import CommError, ErrorKind
+
+if TYPE_CHECKING:
+    from commlayer.config import CommConfig
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a message may cost; the keys and defaults of the same name in `CommConfig`."""
+
+    max_message_bytes: int = 16 << 30
+    max_items: int = 100_000
+    max_depth: int = 64
+    max_header_bytes: int = 16 << 20
+    allow_pickle: bool = False
+
+    @classmethod
+    def from_config(cls, config: CommConfig) -> Limits:
+        return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
+
+
+ALL_DTYPES: dict[str, torch.dtype] = {
+    name: value
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype) and str(value) == f"torch.{name}"
+}
+"""Every dtype of the running torch by its canonical name."""
+
+_SUB_BYTE_OR_QUANTIZED = re.compile(r"u?int[1-7]|bits\w+|q\w+")
+
+DTYPES = {
+    name: dtype for name, dtype in ALL_DTYPES.items() if not _SUB_BYTE_OR_QUANTIZED.fullmatch(name)
+}
+"""The dtypes that a sent tensor may have."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_MAX_DIMENSIONS = 64
+_MAX_ELEMENTS = 2**63 - 1
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Dtype by canonical name, shape, and type of the sender's device (without index).
+
+    Decoding checks types only; call `check` before anything else is used.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def check(self, limits: Limits, operation: str) -> None:
+        """Raise `CommError` (PROTOCOL) unless a tensor of this kind may be allocated."""
+        if self.dtype not in DTYPES:
+            raise CommError(
+                ErrorKind.PROTOCOL,
+                operation,
+                f"the message has a tensor of dtype {self.dtype[:32]!r}, which this rank's torch "
+                f"{torch.__version__} does not have",
+                "Run the same version of torch on all ranks",
+            )
+        if not _DEVICE_TYPE.fullmatch(self.device):
+            raise _malformed(operation, f"the device type {self.device[:32]!r} is not a name")
+        if len(self.shape) > _MAX_DIMENSIONS:
+            raise _malformed(
+                operation, f"{len(self.shape)} dimensions exceed the {_MAX_DIMENSIONS} accepted"
+            )
+        # The extent without zeros is bounded as well, because strides are computed from it.
+        if min(self.shape, default=0) < 0 or (
+            math.prod(filter(None, self.shape)) * DTYPES[self.dtype].itemsize > _MAX_ELEMENTS
+        ):
+            raise _malformed(operation, f"the shape {self.shape} is impossible")
+        if self.nbytes > limits.max_message_bytes:
+            raise _malformed(
+                operation,
+                f"a tensor of {self.nbytes} bytes exceeds "
+                f"max_message_bytes = {limits.max_message_bytes}",
+            )
+
+
+def meta_of(tensor: Tensor) -> TensorMeta:
+    """Describe a `sendable` tensor."""
+    return TensorMeta(_NAMES[tensor.dtype], tuple(tensor.shape), tensor.device.type)
+
+
+def sendable(tensor: Tensor, operation: str) -> Tensor:
+    """Return `tensor` as a plain, detached, contiguous tensor on the same device.
+
+    The result shares memory with `tensor` unless that is non-contiguous or a
+    lazy conjugate or negative, which are copied.  Raises `CommError`
+    (UNSUPPORTED) for what has no dense memory of its own: sparse, quantized,
+    nested, meta, fake and lazy tensors, tensors inside a functorch transform,
+    and subclasses that wrap other tensors.
+    """
+    if type(tensor) is not Tensor:
+        tensor = _without_subclass(tensor, operation)
+    if not _is_dense(tensor):
+        raise _refusal(tensor, operation)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor without history as one-dimensional ``uint8``, sharing its memory."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def from_meta(meta: TensorMeta, device: torch.device | str) -> Tensor:
+    """Allocate an uninitialised contiguous tensor on `device`; `meta` was checked."""
+    return torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device=device)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if (
+        tensor.dtype not in _NAMES
+        or tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_meta
+    ):
+        return False
+    try:
+        return tensor.untyped_storage().data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:
+        return False
+
+
+def _without_subclass(tensor: Tensor, operation: str) -> Tensor:
+    kind = type(tensor)
+    if not isinstance(tensor, Tensor):
+        raise CommError(
+            ErrorKind.UNSUPPORTED, operation, f"a {kind.__name__} is not a tensor", "Send a tensor"
+        )
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise CommError(
+            ErrorKind.UNSUPPORTED,
+            operation,
+            f"a tensor of type {kind.__module__}.{kind.__qualname__} has no plain memory",
+            "Send the plain tensor behind it (a DTensor's `to_local()`)",
+        )
+    if is_lazy(tensor):
+        raise CommError(
+            ErrorKind.UNSUPPORTED, operation, "a lazy tensor has no data yet", "Initialise it first"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
+def _refusal(tensor: Tensor, operation: str) -> CommError:
+    if tensor.is_meta:
+        cause, cure = "a meta tensor has no data", "Send a tensor that has"
+    elif tensor.is_nested:
+        cause, cure = "a nested tensor has no single shape", "Send its components (`unbind()`)"
+    elif tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.").lstrip("_")
+        cause, cure = f"a tensor of layout {layout} is not dense", "Send `tensor.to_dense()`"
+    elif tensor.dtype not in _NAMES:
+        cause = f"a tensor of {tensor.dtype} has no byte per element"
+        cure = "Send `tensor.int_repr()` and its scale" if tensor.is_quantized else "Convert it"
+    else:
+        cause = "the tensor has no memory (freed storage, or inside a functorch transform)"
+        cure = "Send it while its storage exists, outside of vmap, grad and functionalize"
+    return CommError(ErrorKind.UNSUPPORTED, operation, cause, cure)
+
+
+def _malformed(operation: str, cause: str) -> CommError:
+    return CommError(
+        ErrorKind.PROTOCOL,
+        operation,
+        f"the message describes an impossible tensor: {cause}",
+        "Check that both ranks run the same version and limits",
+    )
