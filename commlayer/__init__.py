@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from commlayer.handle import Handle
     from commlayer.hookspecs import hookimpl
     from commlayer.semantics import Semantics
+    from commlayer.tracking.reaping import ReapingPolicy
+    from commlayer.tracking.retention import RetentionPolicy
     from commlayer.wire.values import register
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
     "Communicator",
     "ErrorKind",
     "Handle",
+    "ReapingPolicy",
+    "RetentionPolicy",
     "Semantics",
     "connect",
     "hookimpl",
@@ -35,6 +39,8 @@ _MODULES = {
     "Communicator": "commlayer.communicator",
     "ErrorKind": "commlayer.errors",
     "Handle": "commlayer.handle",
+    "ReapingPolicy": "commlayer.tracking.reaping",
+    "RetentionPolicy": "commlayer.tracking.retention",
     "Semantics": "commlayer.semantics",
     "connect": "commlayer.connector",
     "hookimpl": "commlayer.hookspecs",

@@ -492,6 +492,8 @@ class Communicator:
         async_op: bool,
     ) -> Any:
         self._check_rank(src, name)
+        if self._connection.closed is not None:
+            raise self._connection.closed.again()
         channel = self._broadcast_channel
         now = self._connection.runtime.now
         handle: Handle
@@ -521,8 +523,6 @@ class Communicator:
         packed: bytes,
     ) -> list[Handle]:
         """Post one message to every peer; a peer that is lost fails its own handle only."""
-        if self._connection.closed is not None:
-            raise self._connection.closed.again()
         owner = self._session.channels[self._broadcast_channel]
         outgoing = self._encode(operations[0], kind, tensors, packed, owner._step)
         admitted: list[Operation] = []

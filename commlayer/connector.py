@@ -141,6 +141,7 @@ def connect_world(
     def release() -> None:
         endpoint.close()
         transport.close()
+        shutdown.unwatch(session)
 
     session = Session(
         connection=connection,

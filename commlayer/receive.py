@@ -26,7 +26,7 @@ class MessageClaim:
     number of elements, and is received into it; without, into new memory.
     """
 
-    __slots__ = ("_kind", "_step", "_target", "operation")
+    __slots__ = ("_kind", "_result", "_step", "_target", "operation")
 
     def __init__(
         self, operation: Operation, kind: Kind, step: int = -1, target: Tensor | None = None
@@ -34,6 +34,7 @@ class MessageClaim:
         self.operation = operation
         self._kind = kind
         self._step = step
+        self._result = target
         self._target = None if target is None else target.detach()
 
     def refusal(self, incoming: Incoming) -> CommError | None:
@@ -76,4 +77,4 @@ class MessageClaim:
             return tensor
         if tensor is not None:
             self._target.copy_(tensor.reshape(self._target.shape))
-        return self._target
+        return self._result

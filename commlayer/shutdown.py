@@ -7,7 +7,6 @@ import ctypes
 import logging
 import multiprocessing.util
 import os
-import threading
 from typing import TYPE_CHECKING, Any
 
 from commlayer.errors import CommError, ErrorKind
@@ -49,12 +48,8 @@ def _install() -> None:
 
 
 def _at_exit() -> None:
-    closing = [session for session, _ in _sessions.values()]
-    threads = [threading.Thread(target=_close, args=(session,)) for session in closing]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    for session, _ in list(_sessions.values()):
+        _close(session)
     if _sessions:
         _park_native_threads()
         for _, natives in _sessions.values():

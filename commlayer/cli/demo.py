@@ -43,11 +43,11 @@ def demo(
     prompt_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="One prompt per line.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 40,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Requests that travel together.")] = 2,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 32,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Requests that travel together.")] = 1,
     in_flight: Annotated[
         int | None,
-        typer.Option(min=1, help="Micro-batches in flight; as many as stages if not given."),
+        typer.Option(min=1, help="Micro-batches in flight; twice the stages if not given."),
     ] = None,
     prefill_chunk: Annotated[
         int, typer.Option(min=1, help="Tokens of a prompt computed at once.")
@@ -80,7 +80,7 @@ def demo(
         job = Job(
             source=source,
             prompts=tuple(tuple(tokenizer.encode(text)) for text in prompts),
-            limits=Limits(max_tokens, micro_batch, in_flight or stages, prefill_chunk),
+            limits=Limits(max_tokens, micro_batch, in_flight or 2 * stages, prefill_chunk),
             stages=stages,
             rounds=rounds,
             config=comm_config,

@@ -26,10 +26,16 @@ class Spread:
 
 @dataclass(frozen=True)
 class Mode:
-    """One way to run.  `idle_share` is time blocked over time in all, for each stage."""
+    """One way to run, in all rounds.
+
+    For each stage, `idle_share` is time blocked over time in all, and `core_share`
+    processor time over time not blocked: well under 1 when other programs took the
+    cores.
+    """
 
     tokens_per_second: Spread
     idle_share: list[Spread]
+    core_share: list[Spread]
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Figures:
-    """All that the demo prints.  `overlapped`, `blocking` and `ratio` need at least one round."""
+    """All that the demo prints.
+
+    `broadcasts` of `steps` shared tokens, the others sampled none.  Peaks are by
+    stage.  `overlapped`, `blocking` and `ratio` need at least one round.
+    """
 
     model: str
     backend: str
@@ -51,6 +61,8 @@ class Figures:
     rounds: int
     answers: list[Answer]
     tokens: int
+    steps: int
+    broadcasts: int
     tokens_identical: bool
     overlapped: Mode | None
     blocking: Mode | None
@@ -86,6 +98,8 @@ def summarize(
             for prompt, tokens in zip(prompts, generated, strict=True)
         ],
         tokens=sum(map(len, generated)),
+        steps=reports[-1].first.steps,
+        broadcasts=reports[-1].first.broadcasts,
         tokens_identical=all(report.tokens == expected for report in reports),
         overlapped=_mode(overlapped) if measured else None,
         blocking=_mode(blocking) if measured else None,
@@ -107,10 +121,11 @@ def _rate(ranks: Sequence[RunStats]) -> float:
 
 
 def _mode(rounds: Sequence[Sequence[RunStats]]) -> Mode:
+    stages = list(zip(*rounds, strict=True))
     return Mode(
         tokens_per_second=Spread.of([_rate(ranks) for ranks in rounds]),
-        idle_share=[
-            Spread.of([stats.idle / stats.seconds for stats in stage])
-            for stage in zip(*rounds, strict=True)
+        idle_share=[Spread.of([run.idle / run.seconds for run in stage]) for stage in stages],
+        core_share=[
+            Spread.of([run.cpu / (run.seconds - run.idle) for run in stage]) for stage in stages
         ],
     )

@@ -92,7 +92,7 @@ def run_alone(job: Job, progress: Progress) -> tuple[list[list[int]], RunStats]:
             progress("Checking with a single process", count, budget)
 
         tell(0)
-        stats = Pipeline(Alone(), stage, scheduler, on_tokens=tell).run()
+        stats = Pipeline(Alone(), stage, scheduler, on_step=tell).run()
         return scheduler.generated(), stats
     finally:
         torch.set_num_threads(threads)

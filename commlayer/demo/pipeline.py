@@ -32,11 +32,13 @@ class Link(Protocol):
 class RunStats:
     """What one run of all requests took on one rank.  Seconds and tokens.
 
-    `idle` is the time spent blocked on a receive, a send or a broadcast.
+    `idle` is the time spent blocked on a receive, a send or a broadcast, `cpu` the
+    processor time of all threads.
     """
 
     seconds: float
     idle: float
+    cpu: float
     tokens: int
     steps: int
     broadcasts: int
@@ -60,8 +62,8 @@ class Pipeline:
     Overlapped, a rank sends and forgets, asks for the next activations before it
     computes, and waits for a micro-batch's tokens only when that micro-batch is
     due again.  Blocking, it waits for each send, receive and broadcast where it
-    posts it.  Both compute the same.  `on_tokens` is told the number of tokens
-    sampled so far.
+    posts it.  Both compute the same.  `on_step` is told after each step how many
+    tokens there are so far.
     """
 
     def __init__(
@@ -71,13 +73,13 @@ class Pipeline:
         scheduler: Scheduler,
         *,
         blocking: bool = False,
-        on_tokens: Callable[[int], None] = lambda count: None,
+        on_step: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         self._comm = comm
         self._stage = stage
         self._scheduler = scheduler
         self._blocking = blocking
-        self._on_tokens = on_tokens
+        self._on_step = on_step
         self._first = comm.rank == 0
         self._last = comm.rank == comm.world_size - 1
         self._caches: dict[int, KVCache] = {}
@@ -88,7 +90,7 @@ class Pipeline:
 
     def run(self) -> RunStats:
         """Run until every request has ended."""
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         with torch.inference_mode():
             turns = deque(_Turn(batch) for batch in self._scheduler.batches)
             while turns:
@@ -99,9 +101,16 @@ class Pipeline:
                 if turns and not self._blocking and self._tokens_known(turns[0]):
                     self._prepare(turns[0])
                 self._compute(turn, turn.step)
+                self._on_step(self._tokens)
                 turns.append(turn)
-        seconds = time.perf_counter() - start
-        return RunStats(seconds, self._idle, self._tokens, self._steps, self._broadcasts)
+        return RunStats(
+            seconds=time.perf_counter() - start,
+            idle=self._idle,
+            cpu=time.process_time() - cpu_start,
+            tokens=self._tokens,
+            steps=self._steps,
+            broadcasts=self._broadcasts,
+        )
 
     def _tokens_known(self, turn: _Turn) -> bool:
         return turn.tokens_arriving is None or turn.tokens_arriving.is_completed()
@@ -127,7 +136,6 @@ class Pipeline:
         for ended in self._scheduler.advance(step, tokens):
             del self._caches[ended]
         self._tokens += len(tokens)
-        self._on_tokens(self._tokens)
 
     def _compute(self, turn: _Turn, step: Step) -> None:
         hidden = self._stage.forward(self._input(turn, step), self._spans(step))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from rich.box import SIMPLE_HEAD
@@ -12,6 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from commlayer.demo.figures import Figures, Spread
+
+BUSY = 0.9
+"""Below this share of a core for computing, the printed ratio says more about the machine."""
 
 
 class ProgressLine:
@@ -76,37 +79,46 @@ def _identical(figures: Figures) -> Text:
 
 def _measurements(figures: Figures, ratio: Spread) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column(f"median (range) of {figures.rounds} rounds")
+    table.add_column(f"{figures.rounds} rounds", no_wrap=True)
     for name in ("overlapped", "blocking", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     modes = [mode for mode in (figures.overlapped, figures.blocking) if mode is not None]
-    rates = [_spread(mode.tokens_per_second, ".1f") for mode in modes]
-    table.add_row("tokens per second", *rates, _spread(ratio, ".2f"))
+    rates = [_spread(mode.tokens_per_second, _rate) for mode in modes]
+    table.add_row("tokens per second", *rates, _spread(ratio, _ratio))
     for stage in range(len(figures.layers)):
-        shares = [_spread(mode.idle_share[stage], ".0%") for mode in modes]
+        shares = [_spread(mode.idle_share[stage], _share) for mode in modes]
         table.add_row(f"idle share, stage {stage}", *shares)
     return table
 
 
 def _notes(figures: Figures) -> Iterator[str]:
-    layers = ", ".join(f"{start}-{stop - 1}" for start, stop in figures.layers)
+    layers = ", ".join(f"{start}–{stop - 1}" for start, stop in figures.layers)
     peaks = ", ".join(f"{nbytes / 1024:.1f}" for nbytes in figures.peak_bytes_in_flight)
-    yield (
-        f"{figures.model} on {figures.backend}: layers {layers}; "
-        f"{figures.in_flight} micro-batches of {figures.micro_batch} requests in flight"
-    )
-    yield f"peak in flight by stage: {peaks} KiB of sends"
-    yield (
-        f"single process: {figures.single_process_tokens_per_second:.1f} tokens per second "
-        "(one run)"
-    )
     if figures.ratio is not None:
-        yield (
-            "blocking waits for each send, receive and broadcast where it is posted, "
-            "so stages take turns"
-        )
+        yield "median (range); blocking waits for each operation where it is posted"
+    if figures.overlapped is not None:
+        core = min(share.median for share in figures.overlapped.core_share)
+        if core < BUSY:
+            yield f"busy machine: a stage got {_share(core)} of a core, the ratio says little"
+    yield f"{figures.model} on {figures.backend}, layers by stage: {layers}"
+    yield f"in flight: up to {figures.in_flight} micro-batches of {figures.micro_batch}"
+    yield f"peak of sends in flight by stage: {peaks} KiB"
+    yield f"token broadcasts: {figures.broadcasts} in {figures.steps} steps"
+    single = _rate(figures.single_process_tokens_per_second)
+    yield f"single process: {single} tokens per second (one run)"
 
 
-def _spread(spread: Spread, form: str) -> str:
-    low, high = format(spread.low, form), format(spread.high, form)
-    return f"{format(spread.median, form)} ({low} to {high})"
+def _rate(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _ratio(value: float) -> str:
+    return f"{value:.2f}"
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _spread(spread: Spread, form: Callable[[float], str]) -> str:
+    return f"{form(spread.median)} ({form(spread.low)}–{form(spread.high)})"

@@ -25,7 +25,7 @@ def unpack(file: Path) -> Unpacked:
     import gguf  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
 
     os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ["TQDM_DISABLE"] = "1"
     import transformers  # type: ignore[import-not-found, unused-ignore]
 
     transformers.utils.logging.disable_progress_bar()

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from commlayer.communicator import Communicator
 
 
+Tokens = list[list[int]]
+"""The tokens generated for each request."""
+
+
 @dataclass(frozen=True)
 class Job:
     """The work of all ranks.  `rounds` counts measured pairs of runs after a first run."""
@@ -70,9 +74,14 @@ class Doing:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank has to say at the end.  `tokens` are those of the first run, per request."""
+    """What a rank has to say at the end.
 
-    tokens: list[list[int]]
+    `tokens`, `first` and the peaks are those of the first run, which is not timed
+    against another; the lists have one entry a round.
+    """
+
+    tokens: Tokens
+    first: RunStats
     overlapped: list[RunStats]
     blocking: list[RunStats]
     peak_bytes: int
@@ -119,33 +128,29 @@ def _run(rank: int, job: Job, parent: Connection) -> Report:
 
     stage = load_stage(job.source, split_layers(job.source.config, job.stages)[rank])
     last = rank == job.stages - 1
-
-    def tell(phase: str, done: int, total: int) -> None:
-        if last:
-            parent.send(Doing(phase, done, total))
-
     with commlayer.connect(job.config) as comm:
-        first = job.scheduler()
-        _meet(comm)
-        Pipeline(
-            comm,
-            stage,
-            first,
-            on_tokens=lambda count: tell("Generating tokens", count, job.token_budget),
-        ).run()
-        tokens = first.generated()
-        peak = comm.ledger.snapshot()
 
-        measured: dict[bool, list[RunStats]] = {False: [], True: []}
-        modes = [mode for index in range(job.rounds) for mode in (index % 2 == 1, index % 2 == 0)]
-        for index, blocking in enumerate(modes):
-            tell("Measuring runs, overlapped and blocking in turn", index, len(modes))
+        def run(phase: str, start: int, total: int, blocking: bool) -> tuple[Tokens, RunStats]:
+            def tell(count: int) -> None:
+                if last:
+                    parent.send(Doing(phase, start + count, total))
+
             scheduler = job.scheduler()
             _meet(comm)
-            measured[blocking].append(Pipeline(comm, stage, scheduler, blocking=blocking).run())
-            if scheduler.generated() != tokens:
+            stats = Pipeline(comm, stage, scheduler, blocking=blocking, on_step=tell).run()
+            return scheduler.generated(), stats
+
+        tokens, first = run("Generating tokens", 0, job.token_budget, blocking=False)
+        peak = comm.ledger.snapshot()
+        measured: dict[bool, list[RunStats]] = {False: [], True: []}
+        total = 2 * job.rounds * first.tokens
+        for index in range(2 * job.rounds):
+            blocking = index % 4 in (1, 2)
+            again, stats = run("Measuring", index * first.tokens, total, blocking)
+            if again != tokens:
                 raise RuntimeError("two runs of the same requests gave different tokens")
-    return Report(tokens, measured[False], measured[True], peak.peak_bytes, peak.peak_sends)
+            measured[blocking].append(stats)
+    return Report(tokens, first, measured[False], measured[True], peak.peak_bytes, peak.peak_sends)
 
 
 def _meet(comm: Communicator) -> None:

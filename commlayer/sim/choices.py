@@ -48,6 +48,9 @@ class Choices(ABC):
         self.taken.append(choice)
         return choice
 
+    def ticked(self) -> None:  # noqa: B027
+        """Nothing could run and the clock has jumped."""
+
     @abstractmethod
     def pick(self, options: int) -> int:
         """A number from 0 to ``options - 1``."""

@@ -1,10 +1,8 @@
 """Running a scenario under many schedules, and making a failure short.
 
-Strategies: ``random`` walks with a seed; ``pct`` gives actors random priorities;
-``dfs`` enumerates depth first, without a bound and with sleep sets (schedules
-that only swap commuting steps are run once), or with at most `preemptions`
-switches away from an actor that could go on, without sleep sets, since the two
-prunings are not sound together.
+Strategies (`commlayer.sim.search`): ``random`` walks with a seed; ``pct`` gives
+actors random priorities; ``dfs`` enumerates depth first, either every schedule up
+to commuting steps, or every schedule of at most `preemptions` preemptions.
 """
 
 from __future__ import annotations
@@ -17,20 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from commlayer.errors import CommError, ErrorKind
-from commlayer.sim.choices import (
-    Choices,
-    PriorityChoices,
-    Pruned,
-    RandomChoices,
-    ReplayChoices,
-    decode,
-    encode,
-)
+from commlayer.sim.choices import Choices, Pruned, ReplayChoices, decode, encode
 from commlayer.sim.explain import recording_writes
 from commlayer.sim.failure import Failure, FailureKind
 from commlayer.sim.profiles import Profile, profile
 from commlayer.sim.scenario import Scenario, find
-from commlayer.sim.world import Actor, StepBound, World
+from commlayer.sim.search import DepthFirst, Sampling, Search
+from commlayer.sim.world import StepBound, World
 
 Strategy = Literal["dfs", "random", "pct"]
 Log = list[tuple[int, float, str, str, str]]
@@ -119,7 +110,6 @@ def run(
 def _no_garbage_collection() -> Iterator[Callable[[int], None]]:
     """Collect between schedules only: a work that a collection drops is a choice nobody made."""
     was = gc.isenabled()
-    gc.collect()
     gc.freeze()
     gc.disable()
 
@@ -156,11 +146,11 @@ def explore(
     if isinstance(scenario, str):
         scenario = find(scenario)
     on = profile(on or scenario.profiles[0]) if not isinstance(on, Profile) else on
-    search: _Search
+    search: Search
     if strategy == "dfs":
-        search = _DepthFirst(preemptions)
+        search = DepthFirst(preemptions)
     elif strategy in ("random", "pct"):
-        search = _Sampling(strategy, seed)
+        search = Sampling(strategy, seed)
     else:
         raise CommError(
             ErrorKind.CONFIG, f"strategy {strategy!r}", "there is no such strategy",
@@ -180,7 +170,7 @@ def explore(
                 exhausted = True
                 break
             result = run(scenario, on, choices, max_steps=max_steps)
-            search.done(result)
+            search.done(len(result.choices))
             pruned += result.pruned
             schedules += not result.pruned
             cut += result.bounded
@@ -226,155 +216,6 @@ def replay(text: str, *, logged: bool = False) -> Run:
 
 
 # -- searches -------------------------------------------------------------------
-
-
-class _Search:
-    bound = ""
-
-    def next(self) -> Choices | None:
-        raise NotImplementedError
-
-    def done(self, result: Run) -> None:
-        pass
-
-
-class _Sampling(_Search):
-    def __init__(self, strategy: str, seed: int) -> None:
-        self._seed = seed
-        self._pct = strategy == "pct"
-        self._length = 64
-        self.bound = f"sampled from seed {seed}"
-
-    def next(self) -> Choices:
-        self._seed += 1
-        if self._pct:
-            return PriorityChoices(self._seed, length=self._length)
-        return RandomChoices(self._seed)
-
-    def done(self, result: Run) -> None:
-        self._length = max(len(result.choices), 1)
-
-
-class _Node:
-    """A choice of the current path.  `actors` is empty for a choice of behaviour."""
-
-    __slots__ = ("actors", "choice", "footprint", "options", "preemptions", "preempts", "sleep")
-
-    def __init__(self, options: int) -> None:
-        self.options = options
-        self.choice = 0
-        self.actors: list[int] = []
-        self.sleep: dict[int, tuple[int, int]] = {}
-        self.footprint = (-1, 0)
-        self.preempts = False
-        self.preemptions = 0
-
-
-class _DepthFirst(_Search):
-    """The tree of choices, one path at a time."""
-
-    def __init__(self, preemptions: int | None) -> None:
-        self.preemptions = preemptions
-        self.path: list[_Node] = []
-        self._started = False
-        self.bound = (
-            "every schedule up to commuting steps"
-            if preemptions is None
-            else f"every schedule of at most {preemptions} preemptions"
-        )
-
-    def next(self) -> Choices | None:
-        if self._started and not self._advance():
-            return None
-        self._started = True
-        return _Path(self)
-
-    def _advance(self) -> bool:
-        while self.path:
-            node = self.path[-1]
-            if node.actors and self.preemptions is None:
-                node.sleep[node.actors[node.choice]] = node.footprint
-            for choice in range(node.choice + 1, node.options):
-                if node.actors and node.actors[choice] in node.sleep:
-                    continue
-                if (
-                    self.preemptions is not None
-                    and node.preempts
-                    and node.preemptions >= self.preemptions
-                ):
-                    break
-                node.choice = choice
-                return True
-            self.path.pop()
-        return False
-
-
-class _Path(Choices):
-    """One run along the search's path, extending it by first options."""
-
-    def __init__(self, search: _DepthFirst) -> None:
-        super().__init__()
-        self.follows = search.preemptions is None
-        self._path = search.path
-        self._node: _Node | None = None
-        self._sleep: dict[int, tuple[int, int]] = {}
-        self._preemptions = 0
-        self._depth = 0
-
-    def schedule(self, enabled: Sequence[Actor], continues: bool) -> int:
-        if len(enabled) == 1:
-            self._node = None
-            if self._sleep and enabled[0].index in self._sleep:
-                raise Pruned
-            return 0
-        if self._depth < len(self._path):
-            node = self._path[self._depth]
-        else:
-            node = self._extend(enabled, continues)
-        self._node = node
-        self._depth += 1
-        self._sleep = node.sleep
-        if node.choice and node.preempts:
-            self._preemptions += 1
-        self.taken.append(node.choice)
-        return node.choice
-
-    def _extend(self, enabled: Sequence[Actor], continues: bool) -> _Node:
-        node = _Node(len(enabled))
-        node.actors = [actor.index for actor in enabled]
-        node.sleep = dict(self._sleep)
-        node.preempts = continues
-        node.preemptions = self._preemptions
-        if node.sleep:
-            awake = [at for at, index in enumerate(node.actors) if index not in node.sleep]
-            if not awake:
-                raise Pruned
-            node.choice = awake[0]
-        self._path.append(node)
-        return node
-
-    def followed(self, writes: int, reads: int) -> None:
-        if self._node is not None:
-            self._node.footprint = (writes, reads)
-        if self._sleep:
-            both = writes | reads
-            self._sleep = {
-                index: (w, r)
-                for index, (w, r) in self._sleep.items()
-                if not (w & both or r & writes)
-            }
-
-    def pick(self, options: int) -> int:
-        if self._depth < len(self._path):
-            node = self._path[self._depth]
-        else:
-            node = _Node(options)
-            self._path.append(node)
-        self._depth += 1
-        return node.choice
-
-
-# -- after a run ------------------------------------------------------------------
 
 
 def _verify(scenario: Scenario, on: Profile, result: Run, max_steps: int) -> Failure | None:

@@ -28,9 +28,6 @@ def end_read(operation: Operation) -> None:
     assert operation.payload is not None
     operation.payload += buffer.read(len(operation.payload), buffer.nbytes, operation.what)
     operation.read = True
-    sources = operation.endpoint.world.sources.get(operation.endpoint.rank)
-    if sources and operation in sources:
-        sources.remove(operation)
     block, world = buffer.block, operation.endpoint.world
     changed = operation.snapshot is not None and operation.payload != operation.snapshot
     if block is not None and block.written > buffer.issued:

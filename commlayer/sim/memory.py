@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from commlayer.sim.failure import FailureKind
-from commlayer.sim.world import World, site
+from commlayer.sim.world import World, memory_bit, program_bit, site
 
 if TYPE_CHECKING:
     from commlayer.sim.rank import Rank
@@ -142,6 +142,8 @@ class Arena:
     def _release(self, block: Block) -> None:
         """Make the block available; it is dead and poisoned where its stream gets to this point."""
         self.in_use -= block.nbytes
+        rank = self.rank.index
+        self.world.touch(writes=program_bit(rank) | memory_bit(rank))
         address, generation = self.address(block), block.generation
 
         def poison() -> None:
@@ -214,7 +216,9 @@ class Buffer:
             ctypes.memmove(self._address, data, len(data))
 
     def release(self) -> None:
-        """The one who operated on it is done."""
+        """The one who operated on it is done and keeps it no longer."""
+        if self._tensor is not None and self.block is None:
+            self._storage = weakref.ref(self._tensor.untyped_storage())
         self._tensor = None
 
     def peek(self) -> bytes:

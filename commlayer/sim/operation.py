@@ -56,7 +56,7 @@ class Operation(Item):
         self.what = f"rank {endpoint.rank} {kind}"
 
     def disturbed(self) -> bool:
-        """Whether the source of a send that has yet to be read is gone or not what was posted."""
+        """Whether the source of a send is gone or not what was posted."""
         buffer = self.buffer
         if not buffer.alive():
             return True
@@ -187,12 +187,11 @@ class SimWork:
         operation = self.operation
         endpoint = operation.endpoint
         world = endpoint.world
-        if world.closing or operation.done():
+        if world.closing or operation.facts.dropped_work is not DroppedWork.LOSES_MESSAGE:
             return
-        facts = operation.facts
-        if facts.dropped_work is DroppedWork.LOSES_MESSAGE and not operation.matched:
+        world.touch(writes=memory_bit(endpoint.rank))
+        if not operation.matched and not operation.done():
             operation.lost = True
-            world.touch(writes=memory_bit(endpoint.rank))
             line = f", dropped at {site()}" if world.explain else ""
             world.lost.append(f"{operation.describe()}: its work was dropped while pending{line}")
             world.version += 1

@@ -224,6 +224,33 @@ ADVERSARY = Profile(
     ),
     "the weakest answers to poll, wait, timeout and drop; threads, tags and progress as gloo's",
 )  # fmt: skip
+UNORDERED = Profile(
+    "unordered",
+    msgspec.structs.replace(
+        ADVERSARY.semantics,
+        p2p=msgspec.structs.replace(ADVERSARY.semantics.p2p, order=Order.UNORDERED),
+    ),
+    "adversary, and outstanding sends of one pair may overtake each other",
+)
+ADVERSARY_SERIAL = Profile(
+    "adversary_serial",
+    Semantics(
+        p2p=OperationSemantics(max_outstanding_per_pair=0),
+        progress=Progress.AUTONOMOUS,
+        threads=Threads.MULTIPLE,
+        tags=True,
+    ),
+    "the weakest facts under which a waiter can drive: no order within a lane, a post may block",
+    post_blocks=PostBlocks.FREE,
+)
+ADVERSARY_POLLED = Profile(
+    "adversary_polled",
+    Semantics(
+        p2p=OperationSemantics(poll=Poll.EXACT, post_may_block=False, max_outstanding_per_pair=0),
+        tags=True,
+    ),
+    "the weakest facts under which polling can drive: one thread, progress only in its calls",
+)
 ADVERSARY_WEAKEST = Profile(
     "adversary_weakest",
     Semantics(),
@@ -234,7 +261,8 @@ ADVERSARY_WEAKEST = Profile(
 PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
-        GLOO, GLOO_EARLY_POLL, NCCL, XCCL, HCCL, MPI, ONECCL_CPU, ADVERSARY, ADVERSARY_WEAKEST,
+        GLOO, GLOO_EARLY_POLL, NCCL, XCCL, HCCL, MPI, ONECCL_CPU, ADVERSARY, UNORDERED,
+        ADVERSARY_SERIAL, ADVERSARY_POLLED, ADVERSARY_WEAKEST,
     )
 }  # fmt: skip
 

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from commlayer.sim.failure import Failure, FailureKind
-from commlayer.sim.world import Actor, Task
+from commlayer.sim.world import Task
 
 if TYPE_CHECKING:
     from commlayer.sim.operation import Operation
     from commlayer.sim.world import World
 
 
-def deadlock(world: World, stuck: Sequence[Actor]) -> Failure:
+def deadlock(world: World, stuck: Sequence[Any]) -> Failure:
     """The failure of a world in which `stuck` will never run again."""
     cycle = find_cycle(stuck)
     kind = FailureKind.LOST_MESSAGE if world.lost and not cycle else FailureKind.DEADLOCK
-    who = ", ".join(actor.name for actor in stuck)
+    who = ", ".join(_text(node) for node in stuck)
     what = world.lost[0] if kind is FailureKind.LOST_MESSAGE else f"{who} wait for ever"
     return Failure(kind, what, tuple(_text(node) for node in cycle), tuple(graph(stuck)))
 
@@ -25,9 +25,8 @@ def deadlock(world: World, stuck: Sequence[Actor]) -> Failure:
 def watchdog(world: World, operation: Operation) -> Failure:
     """The failure of an operation that stayed on a device too long."""
     tasks = [a for a in world.actors if isinstance(a, Task) and not a.daemon]
-    cycle = find_cycle([*tasks, operation])  # type: ignore[list-item]
-    if cycle:
-        return deadlock(world, [*tasks, operation])  # type: ignore[list-item]
+    if find_cycle([*tasks, operation]):
+        return deadlock(world, tasks or [operation])
     what = f"after {world.now:g} s the device watchdog ended {operation.describe()}"
     return Failure(FailureKind.WATCHDOG, what, (), tuple(graph([operation])))
 

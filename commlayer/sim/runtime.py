@@ -20,13 +20,15 @@ class SimEvent:
 
     def set(self) -> None:
         self._world.point()
-        self._flag = True
-        self._world.version += 1
+        if not self._flag:
+            self._flag = True
+            self._world.version += 1
 
     def clear(self) -> None:
         self._world.point()
-        self._flag = False
-        self._world.version += 1
+        if self._flag:
+            self._flag = False
+            self._world.version += 1
 
     def is_set(self) -> bool:
         return self._flag

@@ -17,7 +17,7 @@ import torch
 
 from commlayer.sim.failure import FailureKind
 from commlayer.sim.memory import Buffer
-from commlayer.sim.world import Actor, World, memory_bit, program_bit, site
+from commlayer.sim.world import Actor, World, memory_bit, site
 
 if TYPE_CHECKING:
     from commlayer.sim.rank import Rank
@@ -49,9 +49,7 @@ class SimStream(Actor):
 
     def __init__(self, device: SimDevice, name: str) -> None:
         world = device.world
-        rank = device.rank.index
-        bit = program_bit(rank) | memory_bit(rank)
-        super().__init__(world, f"rank {device.rank.index} stream {name}", writes=bit)
+        super().__init__(world, f"rank {device.rank.index} stream {name}", writes=world.bit())
         self.device = device
         self.queue: deque[Item | Callable[[], object]] = deque()
         self._previous: SimStream | None = None
@@ -78,6 +76,7 @@ class SimStream(Actor):
 
     def then(self, callback: Callable[[], object]) -> None:
         """Call `callback` where the stream gets to this point; at once if it is idle."""
+        self.world.touch(writes=self.writes)
         if self.queue:
             self.queue.append(callback)
         else:
@@ -150,6 +149,8 @@ class SimEvent:
     def wait(self, stream: SimStream | None = None) -> None:
         """Order what `stream` is given from now on after the latest record."""
         stream = stream or self.device.current_stream()
+        if self._stream is not None:
+            self.device.world.touch(reads=self._stream.writes)
         if self.passed < self._recorded and stream is not self._stream:
             stream.enqueue(_WaitEvent(self, self._recorded))
 
@@ -220,6 +221,7 @@ class _Kernel(Item):
         self.what = what
         self.function = function
         self.world = world
+        self.memory = memory_bit(device.rank.index)
         self.site = site() if world.explain else ""
         self.reads = [Buffer(world, t, what, hold=False, arena=arena) for t in reads]
         self.writes = [Buffer(world, t, what, hold=False, arena=arena) for t in writes]
@@ -230,6 +232,7 @@ class _Kernel(Item):
         self.issued = world.issue()
 
     def run(self) -> bool:
+        self.world.touch(writes=self.memory)
         by = f"kernel {self.what!r}" + (f" launched at {self.site}" if self.site else "")
         for buffer in self.reads:
             if not buffer.touch("reads", by):

@@ -46,7 +46,6 @@ class Network:
         self.connected: set[tuple[int, int]] = set()
         self.dead: set[int] = set()
         self.inside: defaultdict[int, int] = defaultdict(int)
-        self._bits: dict[str, int] = {}
         self._autonomous = profile.semantics.progress is Progress.AUTONOMOUS
 
     @property
@@ -58,36 +57,32 @@ class Network:
         lane = self.lanes.get(key)
         if lane is None:
             title = f"lane {name!r}" + (f" tag {tag}" if self.semantics.tags else "")
-            bits = self.world.bit()
-            if self.semantics.p2p.order is Order.IN_ORDER_STREAM:
-                bits |= self.stream_bit(name)
-            lane = self.lanes[key] = Lane(self, title, sender, receiver, bits)
+            lane = Lane(self, title, sender, receiver, self.world.bit())
+            self.lanes[key] = lane
         return lane
 
     def broadcast(self, name: str, number: int) -> Broadcast:
         key = (name, number)
         if key not in self.broadcasts:
-            bits = self.stream_bit(name)
-            self.broadcasts[key] = Broadcast(self, f"broadcast {number} on {name!r}", bits)
+            title = f"broadcast {number} on {name!r}"
+            self.broadcasts[key] = Broadcast(self, title, self.world.bit())
         return self.broadcasts[key]
-
-    def stream_bit(self, name: str) -> int:
-        if name not in self._bits:
-            self._bits[name] = self.world.bit()
-        return self._bits[name]
 
     def footprint(self, rank: int) -> int:
         """What a step that reads the memory of `rank` reads."""
         return memory_bit(rank) if self._autonomous else memory_bit(rank) | program_bit(rank)
 
     def progresses(self, rank: int) -> bool:
-        """Whether something drives the transport of `rank` now."""
-        return rank not in self.dead and (self._autonomous or self.inside[rank] > 0)
+        """Whether something drives the transport of `rank` now; leaving the process does."""
+        if rank in self.dead:
+            return False
+        return self._autonomous or self.inside[rank] > 0 or not tasks_of(self.world, rank)
 
     def drive(self, rank: int) -> None:
         """A call of `rank` makes all the progress it can."""
         if self._autonomous:
             return
+        self.world.touch(reads=EVERYTHING)
         for lane in list(self.lanes.values()):
             while lane.possible() and lane.needs() == rank and self.world.failure is None:
                 self.world.touch(lane.writes, lane.reads)
@@ -145,7 +140,6 @@ class SimEndpoint(Endpoint):
         """The communicator's own in-order stream."""
         if self._stream is None:
             self._stream = self.rank_object.device.stream(f"of {self.name!r}")
-            self._stream.writes |= self.network.stream_bit(self.name)
         return self._stream
 
     # -- commlayer.backend.Endpoint ---------------------------------------------
@@ -221,6 +215,7 @@ class SimEndpoint(Endpoint):
         operation.on_stream = True
         if facts.wait_blocks is WaitBlocks.STREAM:
             current = device.current_stream()
+            self.world.touch(reads=current.writes)
             if current.queue:
                 stream.wait_stream(current)
             if facts.source_lifetime is SourceLifetime.RECORD_STREAM:
@@ -344,7 +339,7 @@ class SimEndpoint(Endpoint):
                 same_tag = not self.network.semantics.tags or other.tag == operation.tag
                 if other.kind == wanted and other.peer == self.rank and same_tag:
                     if other.partner is None and other is not operation:
-                        return [other]
+                        return [] if other.started else [other]
         return list(tasks_of(self.world, operation.peer))
 
     def _broadcast_blockers(self, operation: Operation, group: Broadcast) -> list[object]:

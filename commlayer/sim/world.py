@@ -12,11 +12,13 @@ through Python variables is outside what the explorer's pruning assumes.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from commlayer.sim.choices import Choices
@@ -33,6 +35,8 @@ HORIZON = 1e7
 """Seconds of virtual time after which nothing that is still awaited will come."""
 IDLE_TICKS = 5_000
 """Jumps of the clock without any other change that count as no progress."""
+LAST_TICKS = 20
+"""The same once every task that is no daemon has finished."""
 EVERYTHING = -1
 MOST_RANKS = 16
 
@@ -80,7 +84,7 @@ class Actor:
 class Task(Actor):
     """A function that runs in a greenlet of its own, on behalf of a rank."""
 
-    __slots__ = ("daemon", "error", "finished", "label", "on", "rank", "reason", "run", "spun",
+    __slots__ = ("_parked", "daemon", "error", "finished", "label", "on", "rank", "reason", "run", "spun",
                  "spun_at", "spun_for", "stream", "until", "yielded")  # fmt: skip
 
     def __init__(
@@ -100,6 +104,7 @@ class Task(Actor):
         self.spun_for = 1e-3
         self.label = ""
         self.stream: Any = None
+        self._parked: Any = None
         self.run = greenlet(self._run(function), world.hub)
 
     def _run(self, function: Callable[[], object]) -> Callable[[], None]:
@@ -125,8 +130,18 @@ class Task(Actor):
 
     def step(self) -> None:
         self.world.running = self
-        self.run.switch()
+        self.resume(self.run.switch)
         self.world.running = None
+
+    def resume(self, switch: Callable[[], object]) -> None:
+        """Run to the next point.  Inference mode, which is the thread's, becomes the task's."""
+        if self._parked is not None:
+            self._parked.__exit__(None, None, None)
+            self._parked = None
+        switch()
+        if torch.is_inference_mode_enabled():
+            self._parked = torch.inference_mode(False)
+            self._parked.__enter__()
 
     def describe(self) -> str:
         return self.name
@@ -343,9 +358,10 @@ class World:
             if not enabled:
                 idle = idle + 1 if idle_version == self.version else 0
                 idle_version = self.version
-                if idle > IDLE_TICKS or not self._tick():
+                if idle > (IDLE_TICKS if self._busy() else LAST_TICKS) or not self._tick():
                     self._quiescent()
                     return
+                choices.ticked()
                 continue
             continues = False
             if last is not None and len(enabled) > 1 and last in enabled:
@@ -378,9 +394,13 @@ class World:
         self.touched_writes = self.touched_reads = 0
         actor.step()
         if isinstance(actor, Task) and actor.rank >= 0:
-            sources = self.sources.get(actor.rank, ())
-            if any(operation.disturbed() for operation in sources):
+            sources = self.sources.get(actor.rank, [])
+            disturbed = [operation for operation in sources if operation.disturbed()]
+            if disturbed:
                 writes |= memory_bit(actor.rank)
+                for operation in disturbed:
+                    if operation.read:
+                        sources.remove(operation)
         self.choices.followed(writes | self.touched_writes, reads | self.touched_reads)
 
     def _tick(self) -> bool:
@@ -392,8 +412,11 @@ class World:
         self.now = min(later)
         return True
 
+    def _busy(self) -> list[Task]:
+        return [a for a in self.actors if isinstance(a, Task) and not a.daemon]
+
     def _quiescent(self) -> None:
-        stuck = [a for a in self.actors if isinstance(a, Task) and not a.daemon]
+        stuck = self._busy()
         if stuck:
             from commlayer.sim.report import deadlock
 
@@ -411,13 +434,10 @@ class World:
     def close(self) -> None:
         """End all tasks.  Their blocking calls raise `GreenletExit`, in `finally` blocks too."""
         self.closing = True
-        for actor in self.actors:
-            if isinstance(actor, Task):
-                for _ in range(100):
-                    if actor.run.dead:
-                        break
-                    actor.run.throw(GreenletExit)
-                actor.until = actor.on = None
+        logger = logging.getLogger("commlayer")
+        logger.disabled, was_disabled = True, logger.disabled
+        self._end_tasks()
+        logger.disabled = was_disabled
         for network in self._networks.values():
             network.close()
         for rank in self.ranks:
@@ -425,6 +445,15 @@ class World:
         self.actors.clear()
         self.ranks.clear()
         self._checks.clear()
+
+    def _end_tasks(self) -> None:
+        for actor in self.actors:
+            if isinstance(actor, Task):
+                for _ in range(100):
+                    if actor.run.dead:
+                        break
+                    actor.resume(actor.run.throw)
+                actor.until = actor.on = None
 
 
 class _Clock(Actor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,6 +13,8 @@ from commlayer.errors import CommError, ErrorKind
 from commlayer.tracking.operation import LaneKey, Operation
 from commlayer.tracking.reaping import PollWorks, ReapingPolicy
 from commlayer.tracking.runtime import Event, Runtime
+
+logger = logging.getLogger("commlayer")
 
 Block = Callable[[Event, "float | None"], bool]
 """Waits for an event while whatever drives the lanes goes on; False when the time is up."""
@@ -187,6 +190,8 @@ class Ledger:
                 self._quarantine[id(operation)] = operation
             if self._reaping.background:
                 self._reap(operation.lane)
+            else:
+                self._notify()
         event = operation.event
         if event is not None:
             event.set()
@@ -227,7 +232,11 @@ class Ledger:
         lane = self._lanes.get(key)
         if not lane:
             return
-        count = self._reaping.reapable(lane, self._poll)
+        try:
+            count = self._reaping.reapable(lane, self._poll)
+        except Exception:
+            logger.exception("commlayer: reaping policy %r", self._reaping.name)
+            return
         for _ in range(count):
             self._release(lane.popleft())
         if count:

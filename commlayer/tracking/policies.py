@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from commlayer.errors import CommError, ErrorKind
-from commlayer.semantics import Semantics
+from commlayer.semantics import OperationSemantics, Semantics
 
 
 class Policy(Protocol):
@@ -26,6 +26,13 @@ class Policy(Protocol):
 def check_sound(policy: Policy, semantics: Semantics, backend: str) -> None:
     """Raise `CommError` (CONFIG) naming the first fact that makes `policy` unsound."""
     for fact, allowed in policy.requires.items():
+        if fact not in OperationSemantics.__struct_fields__:
+            raise CommError(
+                ErrorKind.CONFIG,
+                f"policy {policy.name!r}",
+                f"it requires something of {fact!r}, and there is no fact {fact!r}",
+                f"Known: {', '.join(OperationSemantics.__struct_fields__)}",
+            )
         declared = getattr(semantics.p2p, fact)
         if declared not in allowed:
             wanted = " or ".join(sorted(getattr(value, "name", str(value)) for value in allowed))

@@ -147,9 +147,13 @@ class PollingProgress:
         self._ready_now.set()
         self._owner = runtime.current()
         self._stopped = False
+        self._failure: BaseException | None = None
         self._task: Task | None = None
 
     def start(self, lane: Driven) -> None:
+        if self._failure is not None:
+            lane.abandon(self._failure)
+            return
         with self._lock:
             self._active[lane.name] = (lane, lane.steps(), self._ready_now)
         self.advance()
@@ -159,13 +163,25 @@ class PollingProgress:
 
     def _run(self) -> None:
         pause = self.IDLE_SLEEP
-        with torch.inference_mode():
-            while not self._stopped:
-                self._started.clear()
-                if self.advance() or self._started.wait(pause if self._active else None):
-                    pause = self.IDLE_SLEEP
-                else:
-                    pause = min(2 * pause, self.LONGEST_SLEEP)
+        try:
+            with torch.inference_mode():
+                while not self._stopped:
+                    self._started.clear()
+                    if self.advance() or self._started.wait(pause if self._active else None):
+                        pause = self.IDLE_SLEEP
+                    else:
+                        pause = min(2 * pause, self.LONGEST_SLEEP)
+        except BaseException as failure:
+            logger.exception("commlayer: polling died")
+            self._abandon_all(failure)
+
+    def _abandon_all(self, failure: BaseException) -> None:
+        with self._lock:
+            self._failure = failure
+            lanes = [lane for lane, _, _ in self._active.values()]
+            self._active.clear()
+        for lane in lanes:
+            lane.abandon(failure)
 
     def advance(self) -> bool:
         """Poll every lane once; True if any moved.
@@ -225,9 +241,11 @@ class PollingProgress:
             return next(steps) if error is None else steps.throw(error)
         except StopIteration:
             return None
-        except Exception as failure:
+        except BaseException as failure:
             logger.exception("commlayer %s: the lane died", lane.name)
             lane.abandon(failure)
+            if not isinstance(failure, Exception):
+                raise
             return None
 
     def block(self, event: Event, timeout: float | None) -> bool:

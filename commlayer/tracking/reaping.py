@@ -31,7 +31,8 @@ class ReapingPolicy(Policy, Protocol):
         """How many of `entries` (one lane, oldest first) may be released, from the front.
 
         Called under the ledger's lock; must not block.  `poll` asks the
-        transport, and is sound only as its declared ``poll`` fact says.
+        transport, and is sound only as its declared ``poll`` fact says.  Where
+        this raises, nothing is released, and the error is logged.
         """
         ...
 

@@ -17,6 +17,7 @@ from commlayer.wire.control import (
     ByeAck,
     LaneBroken,
     LaneName,
+    Taken,
     decode_control,
     encode_control,
 )
@@ -177,10 +178,14 @@ class Connection:
         peer = self.peers[key.peer]
         name = key.name
         if name == CONTROL_LANE:
-            peer.error = peer.error or error
-            self._lose(peer, error)
+            self.distrust(peer, error)
         else:
-            self._control(peer, LaneBroken(name, str(error)))
+            self._control(peer, LaneBroken(name, peer.receives[name].taken, str(error)))
+
+    def distrust(self, peer: Peer, error: CommError) -> None:
+        """Give `peer` up because of what it sent on the control lane."""
+        peer.error = peer.error or error
+        self._lose(peer, error)
 
     def _control(self, peer: Peer, message: Bye | ByeAck | LaneBroken) -> None:
         lane = self._send_lane(peer, CONTROL_LANE)
@@ -200,9 +205,12 @@ class Connection:
 
     def handle_control(self, peer: Peer, message: Bye | ByeAck | LaneBroken) -> None:
         """Act on a control message of `peer`.  Called by the driver of its control lane."""
-        named = (
-            [message.lane] if isinstance(message, LaneBroken) else message.receives + message.sends
-        )
+        taken: dict[LaneName, int] = {}
+        if isinstance(message, LaneBroken):
+            named = [message.lane]
+        else:
+            taken.update(message.receives)
+            named = [*taken, *message.sends]
         if not all(self.tags.valid(*name) for name in named):
             raise protocol_error(f"control message of rank {peer.rank}", "it names an unknown lane")
         if isinstance(message, LaneBroken):
@@ -214,13 +222,14 @@ class Connection:
                     "See that rank's error",
                 ),
                 stuck=True,
+                since=message.taken,
             )
             return
         if isinstance(message, Bye):
             error = CommError(
                 ErrorKind.CLOSED,
                 f"connection with rank {peer.rank}",
-                f"rank {peer.rank} has closed its communicator without receiving this",
+                f"rank {peer.rank} has closed its communicator",
                 "Receive everything before closing, or stop sending before the peer closes",
             )
             with self._lock:
@@ -229,15 +238,17 @@ class Connection:
             pending = tuple(name for name, lane in lanes if lane.pending and name != CONTROL_LANE)
             for name, lane in lanes:
                 if name != CONTROL_LANE:
-                    lane.fail(error, stuck=False)
+                    lane.fail(error, stuck=False, since=taken.get(name, 0))
             self._control(peer, ByeAck(self._open_receives(peer), pending))
         self._part(peer, message)
         peer.parted.set()
 
-    def _open_receives(self, peer: Peer) -> tuple[LaneName, ...]:
+    def _open_receives(self, peer: Peer) -> tuple[Taken, ...]:
         with self._lock:
             lanes = list(peer.receives.items())
-        return tuple(name for name, lane in lanes if lane.open and name != CONTROL_LANE)
+        return tuple(
+            (name, lane.taken) for name, lane in lanes if lane.open and name != CONTROL_LANE
+        )
 
     def _part(self, peer: Peer, message: Bye | ByeAck) -> None:
         """End every lane with a goodbye where the peer listens, and expect the peer's."""
@@ -251,7 +262,7 @@ class Connection:
         for name, receiving in receives:
             if name not in message.sends:
                 receiving.expect_goodbye()
-        listening = set(message.receives)
+        listening = {name for name, _ in message.receives}
         listening.update(name for name, lane in sends if lane.pending and not lane.stuck)
         listening.discard(CONTROL_LANE)
         for name in listening:
@@ -270,13 +281,13 @@ class Connection:
     def close(self, timeout: float) -> bool:
         """Drain, part from every peer, and end every lane, within `timeout` seconds.
 
-        True if every lane has ended, so that the transport can be released.
+        True if every lane has ended, so that the transport can be released now.
         Raises `CommError` (CLOSED) naming what is undelivered, or `CommTimeout`
         naming peers that did not answer; the connection is closed all the same.
         """
         with self._lock:
             if self._closed is not None:
-                return True
+                return False
             self._closed = CommError(
                 ErrorKind.CLOSED,
                 "communicator",
@@ -365,21 +376,22 @@ class _ControlClaim:
         self._lane = lane
         self.operation = Operation("control receive", lane.key, 0, connection.runtime.now())
 
-    def refusal(self, incoming: Incoming) -> CommError | None:
-        if incoming.kind is Kind.CONTROL:
-            return None
-        return CommError(ErrorKind.PROTOCOL, self.operation.describe(), "not a control message", "")
+    def refusal(self, incoming: Incoming) -> None:
+        return None
 
     def buffer(self, incoming: Incoming, index: int) -> None:
         return None
 
     def value(self, incoming: Incoming) -> Any:
-        message = decode_control(incoming.body.value, self.operation.describe())
-        self._lane.claim(_ControlClaim(self._connection, self._peer, self._lane))
+        where = self.operation.describe()
         try:
+            if incoming.kind is not Kind.CONTROL:
+                raise protocol_error(where, "it is not a control message")
+            message = decode_control(incoming.body.value, where)
+            self._lane.claim(_ControlClaim(self._connection, self._peer, self._lane))
             self._connection.handle_control(self._peer, message)
-        except Exception:
-            logger.exception("commlayer: control message of rank %d", self._peer.rank)
+        except CommError as error:
+            self._connection.distrust(self._peer, error)
             raise
         return None
 

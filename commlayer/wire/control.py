@@ -9,16 +9,19 @@ from commlayer.wire.frame import protocol_error
 LaneName = tuple[str, str]
 """Channel and tag of a lane; its direction follows from who names it."""
 
+Taken = tuple[LaneName, int]
+"""A lane and how many of its messages were received: the first that was not has this number."""
+
 
 class Bye(msgspec.Struct, tag="bye", array_like=True, frozen=True, forbid_unknown_fields=True):
     """I am closing.
 
-    `receives` are the lanes on which I receive from you: end each with a
-    goodbye.  `sends` are the lanes on which I have undelivered messages for
-    you: take them in and throw them away.
+    `receives` are the lanes on which I receive from you, and how much of each
+    I did: end each with a goodbye.  `sends` are the lanes on which I have
+    undelivered messages for you: take them in and throw them away.
     """
 
-    receives: tuple[LaneName, ...]
+    receives: tuple[Taken, ...]
     sends: tuple[LaneName, ...]
 
 
@@ -27,16 +30,17 @@ class ByeAck(
 ):
     """The answer to `Bye`, with the same meaning the other way; the last control message."""
 
-    receives: tuple[LaneName, ...]
+    receives: tuple[Taken, ...]
     sends: tuple[LaneName, ...]
 
 
 class LaneBroken(
     msgspec.Struct, tag="lane_broken", array_like=True, frozen=True, forbid_unknown_fields=True
 ):
-    """I no longer receive on `lane`, because of what you sent."""
+    """I receive no more on `lane` than `taken` messages, because of what you sent next."""
 
     lane: LaneName
+    taken: int
     cause: str
 
 

@@ -20,6 +20,8 @@ import struct
 import zlib
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
+from typing import Annotated
 
 import msgspec
 import torch
@@ -68,7 +70,16 @@ class Body(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Body)
+
+
+@lru_cache(maxsize=8)
+def _decoder(max_items: int) -> msgspec.msgpack.Decoder[Body]:
+    """A decoder that refuses more than `max_items` tensors before it makes the first."""
+    tensors = Annotated[tuple[TensorMeta, ...], msgspec.Meta(max_length=max_items)]
+    limited = msgspec.defstruct(
+        "Body", [("tensors", tensors)], bases=(Body,), array_like=True, frozen=True
+    )
+    return msgspec.msgpack.Decoder(limited)
 
 
 def capacity(inline_bytes: int) -> int:
@@ -209,15 +220,11 @@ def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: str) ->
     if zlib.crc32(data) != prefix.checksum:
         raise protocol_error(where, "the header is damaged or truncated (checksum differs)")
     try:
-        body = _decoder.decode(data)
+        body = _decoder(limits.max_items).decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise protocol_error(where, f"the header cannot be decoded ({error})") from error
     if len(body.placements) != len(body.tensors):
         raise protocol_error(where, "the header does not place every tensor")
-    if len(body.tensors) > limits.max_items:
-        raise protocol_error(
-            where, f"{len(body.tensors)} tensors exceed max_items = {limits.max_items}"
-        )
     inline = total = 0
     for meta, place in zip(body.tensors, body.placements, strict=True):
         meta.check(limits, where)

@@ -171,8 +171,8 @@ class SendLane:
             self._context.ledger.complete(operation)
             del operation
 
-    def fail(self, error: CommError, *, stuck: bool) -> None:
-        """Fail every pending operation and every later post with `error`.
+    def fail(self, error: CommError, *, stuck: bool, since: int = 0) -> None:
+        """Fail every pending operation of sequence number `since` on, and every later post.
 
         The transport keeps what it has: the lane holds the buffers until the
         native operations end.  `stuck` says that they may never do so.
@@ -183,6 +183,7 @@ class SendLane:
             current = self._current
             pending = [current] if current is not None else []
             pending += [posted.operation for posted in self._queue]
+            pending = [operation for operation in pending if operation.sequence >= since]
             self.stuck |= stuck and bool(pending)
         for operation in pending:
             self._context.ledger.fail(operation, error.again(), quarantine=True)
@@ -199,10 +200,10 @@ class SendLane:
         with self._lock:
             if self._finishing:
                 return
-            self._finishing = True
             self._error = self._error or error
             if goodbye is not None:
                 failure = self._enqueue(goodbye, Outgoing(Kind.GOODBYE, (), b"", 0))
+            self._finishing = True
         self._posted(failure)
 
     def abandon(self, error: BaseException) -> None:
@@ -265,6 +266,7 @@ class RecvLane:
         self._arrived: deque[Incoming] = deque()
         self._current: Claim | None = None
         self._expected = 0
+        self._taken = 0
         self._sinking = False
         self._unthrottled = False
         self._error: CommError | None = None
@@ -278,6 +280,12 @@ class RecvLane:
         """Whether a goodbye is still to come on this lane."""
         return not self._ended
 
+    @property
+    def taken(self) -> int:
+        """How many messages were handed to claims or are here for one."""
+        with self._lock:
+            return self._taken + len(self._arrived)
+
     def start(self) -> None:
         """Post the first header receive.  Called once."""
         self._context.progress.start(self)
@@ -287,6 +295,7 @@ class RecvLane:
         with self._lock:
             if self._arrived:
                 incoming = self._arrived.popleft()
+                self._taken += 1
             elif self._error is not None:
                 error = self._error.again()
                 incoming = None
@@ -446,6 +455,8 @@ class RecvLane:
                     self._arrived.append(incoming)
                     return
                 claim = self._claims.popleft()
+            if claim is not None:
+                self._taken += 1
         if claim is not None:
             self._settle(claim, incoming)
 
@@ -506,16 +517,17 @@ class RecvLane:
         self._wake.set()
 
     def sink(self, error: CommError) -> None:
-        """Fail every claim with `error` and throw away what comes until the goodbye."""
+        """Fail every claim with `error` and throw away what comes from now on until the goodbye.
+
+        Messages that are here already can still be claimed.
+        """
         self.fail(error)
         with self._lock:
             self._sinking = True
-            self._arrived.clear()
         self._wake.set()
 
     def abandon(self, error: BaseException) -> None:
-        self._ended = True
-        self.fail(_driver_died(self.name, error))
+        self._break(_driver_died(self.name, error))
 
 
 def _driver_died(name: str, error: BaseException) -> CommError:

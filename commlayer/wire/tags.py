@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 BUILTIN_CHANNELS = ("broadcast", "control", "data", "fold")
@@ -15,6 +16,7 @@ CONTROL_LANE = ("control", "control")
 
 _RESERVED = (OBJECTS, BROADCAST, CONTROL_LANE[1])
 _CHANNEL_BITS = 18
+_NUMBER = re.compile("0|[1-9][0-9]{0,4}")
 
 
 class TagMap:
@@ -35,5 +37,5 @@ class TagMap:
     def valid(self, channel: str, tag: str) -> bool:
         """Whether the lane can exist; for names that come from a peer."""
         return channel in self._index and (
-            tag in _RESERVED or (tag.isdecimal() and tag.isascii() and int(tag) <= MAX_TAG)
+            tag in _RESERVED or (_NUMBER.fullmatch(tag) is not None and int(tag) <= MAX_TAG)
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import torch
@@ -59,11 +59,12 @@ _MAX_ELEMENTS = 2**63 - 1
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Dtype by canonical name, shape, and type of the sender's device (without index).
 
-    Decoding checks types only; call `check` before anything else is used.
+    Decoding checks types and the number of dimensions only; call `check` before
+    anything else is used.
     """
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
     device: str
 
     @property

@@ -1,0 +1,138 @@
+"""``commlayer demo`` as a user runs it: processes over a real backend, with the toy model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commlayer.config import CommConfig
+from commlayer.demo.launch import run_stages
+from commlayer.demo.model import LayerWeights
+from commlayer.demo.schedule import Limits
+from commlayer.demo.weights import RandomSource, toy
+from commlayer.demo.worker import Job
+from commlayer.errors import CommError
+
+PROMPTS = ["one", "a longer prompt, of more than one chunk", "", "four", "five"]
+TOY = ["--model", "toy", "--max-tokens", "12"]
+
+
+def demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "commlayer.cli", "demo", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def figures(*arguments: str) -> dict[str, Any]:
+    done = demo(*TOY, "--json", *arguments)
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def test_stages_answer_like_one_process_and_are_measured(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("\n".join(PROMPTS[1:]))
+    done = demo(
+        *TOY,
+        *("--prompt", PROMPTS[0], "--prompt-file", str(tmp_path / "prompts")),
+        *("--micro-batch", "2", "--rounds", "2"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tokens identical: yes" in done.stdout
+    assert re.search(r"tokens per second( +[\d.]+ \([\d.]+–[\d.]+\)){3}", done.stdout)
+    for stage in (0, 1):
+        assert re.search(rf"idle share, stage {stage}( +\d+% \(\d+%–\d+%\)){{2}}", done.stdout)
+    for prompt in filter(None, PROMPTS):
+        assert f"> {prompt}" in done.stdout
+
+
+def test_three_stages_and_another_batching(tmp_path: Path) -> None:
+    config = tmp_path / "commlayer.toml"
+    config.write_text('backend = "gloo"\nname = "demo-test"\nmax_inflight_ops = 3\n')
+    arguments = [argument for prompt in PROMPTS for argument in ("--prompt", prompt)]
+    arguments += ["--in-flight", "4", "--prefill-chunk", "7"]
+    document = figures(*arguments, "--stages", "3", "--rounds", "1", "--config", str(config))
+    assert document["tokens_identical"] is True
+    assert document["layers"] == [[0, 3], [3, 6], [6, 8]]
+    assert document["tokens"] == sum(answer["tokens"] for answer in document["answers"])
+    assert 0 < document["broadcasts"] < document["steps"]
+    assert min(document["peak_bytes_in_flight"]) > 0
+    for mode in ("overlapped", "blocking"):
+        assert all(0 <= share["median"] <= 1 for share in document[mode]["idle_share"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--stages", "9"], "8 layers cannot be split over 9 stages"),
+        (["--prompt", "x" * 5000], "Shorten the prompt"),
+    ],
+)
+def test_what_the_model_cannot_do_is_said_at_once(arguments: list[str], words: str) -> None:
+    done = demo(*TOY, *arguments)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_unknown_key_in_the_configuration_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("backnd = 'gloo'\n")
+    done = demo(*TOY, "--config", str(tmp_path / "c.toml"))
+    assert done.returncode == 1
+    assert "'backend'" in done.stderr
+
+
+@dataclasses.dataclass(frozen=True)
+class Troubled(RandomSource):
+    """Its last layer, which the last stage loads, is trouble."""
+
+    trouble: str = ""
+
+    def layer(self, index: int) -> LayerWeights:
+        if index == self.config.layers - 1:
+            if self.trouble == "raises":
+                raise ValueError("bad layer")
+            if self.trouble == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.trouble == "interrupts":
+                os.kill(os.getppid(), signal.SIGINT)
+        return super().layer(index)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error", "words"),
+    [
+        ("raises", CommError, "rank 1 failed: bad layer"),
+        ("dies", CommError, "the process of rank 1 died"),
+        ("interrupts", KeyboardInterrupt, None),
+    ],
+)
+def test_when_a_rank_fails_or_the_user_interrupts_no_process_is_left(
+    trouble: str, error: type[BaseException], words: str | None
+) -> None:
+    healthy = toy()
+    job = Job(
+        source=Troubled(healthy.config, healthy.seed, trouble),
+        prompts=((1, 2, 3),),
+        limits=Limits(4, 1, 1, 16),
+        stages=2,
+        rounds=0,
+        config=CommConfig.load({"backend": "gloo"}),
+    )
+    with pytest.raises(error, match=words):
+        run_stages(job, lambda phase, done, total: None)
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,278 @@
+"""The header message: what is written is read again, and nothing else is accepted."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+import zlib
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from commlayer.errors import CommError, ErrorKind
+from commlayer.wire.frame import (
+    PREFIX_BYTES,
+    WIRE_VERSION,
+    Body,
+    Kind,
+    Outgoing,
+    Placement,
+    Prefix,
+    capacity,
+    decode_body,
+    decode_prefix,
+)
+from commlayer.wire.tensors import Limits, TensorMeta, as_bytes, from_meta
+
+WHERE = "receive from rank 1"
+INLINE = 256
+
+
+def received(messages: list[Tensor], inline_bytes: int = INLINE) -> tuple[Prefix, Body, list[bytes]]:
+    """Read `messages` as a receive lane does; also returns the bytes of every tensor."""
+    queue = [bytes(message.tolist()) for message in messages]
+    assert len(queue[0]) <= capacity(inline_bytes)
+    head = memoryview(bytearray(queue.pop(0).ljust(capacity(inline_bytes), b"\xaa")))
+    prefix = decode_prefix(head, Limits(), WHERE)
+    end = PREFIX_BYTES + prefix.body
+    data = memoryview(queue.pop(0)) if prefix.long else head[PREFIX_BYTES:end]
+    body = decode_body(prefix, data, Limits(), WHERE)
+    inline = head[end : end + prefix.inline]
+    contents = []
+    for meta, place in zip(body.tensors, body.placements, strict=True):
+        if place == Placement.MESSAGE:
+            contents.append(queue.pop(0))
+        else:
+            contents.append(bytes(inline[: meta.nbytes]))
+            inline = inline[meta.nbytes :]
+    assert not queue
+    return prefix, body, contents
+
+
+tensors = st.builds(
+    lambda shape, dtype: torch.arange(max(1, torch.Size(shape).numel())).to(dtype)[
+        : torch.Size(shape).numel()
+    ].reshape(shape),
+    st.lists(st.integers(0, 9), max_size=3),
+    st.sampled_from([torch.uint8, torch.float32, torch.bfloat16, torch.complex64, torch.bool]),
+)
+
+
+@given(
+    kind=st.sampled_from(Kind),
+    tensors=st.lists(tensors, max_size=5),
+    value=st.one_of(st.binary(max_size=60), st.integers(0, 5000).map(bytes)),
+    inline_bytes=st.sampled_from([0, 7, INLINE]),
+    step=st.integers(-1, 2**40),
+    sequence=st.integers(0, 2**64 - 1),
+)
+def test_round_trip(
+    kind: Kind,
+    tensors: list[Tensor],
+    value: bytes,
+    inline_bytes: int,
+    step: int,
+    sequence: int,
+) -> None:
+    outgoing = Outgoing(kind, tensors, value, inline_bytes, step)
+    messages = outgoing.messages(sequence)
+    prefix, body, contents = received(messages, inline_bytes)
+    assert (prefix.kind, prefix.sequence) == (kind, sequence)
+    assert (body.step, body.value) == (step, value)
+    assert [meta.shape for meta in body.tensors] == [tuple(t.shape) for t in tensors]
+    assert contents == [bytes(as_bytes(t).tolist()) for t in tensors]
+    assert outgoing.nbytes == sum(message.numel() for message in messages)
+
+
+def test_small_tensors_travel_inside_the_header_and_large_ones_in_their_own_memory() -> None:
+    small, large = torch.ones(4), torch.ones(INLINE)
+    messages = Outgoing(Kind.TENSOR_DICT, [small, large, torch.empty(0)], b"", INLINE).messages(0)
+    assert len(messages) == 2
+    assert messages[1].data_ptr() == large.data_ptr()
+    _, body, _ = received(messages)
+    assert list(body.placements) == [Placement.INLINE, Placement.MESSAGE, Placement.EMPTY]
+
+
+def test_a_long_header_travels_in_two_messages_and_takes_nothing_inline() -> None:
+    messages = Outgoing(Kind.OBJECT, [torch.ones(4)], bytes(5000), INLINE).messages(0)
+    assert [message.numel() for message in messages][0] == PREFIX_BYTES
+    assert len(messages) == 3
+    _, body, _ = received(messages)
+    assert list(body.placements) == [Placement.MESSAGE]
+
+
+def test_one_message_is_stamped_for_several_lanes() -> None:
+    outgoing = Outgoing(Kind.TENSOR, [torch.ones(4)], b"", INLINE)
+    first, second = outgoing.messages(1), outgoing.messages(2)
+    assert [received(m)[0].sequence for m in (first, second)] == [1, 2]
+
+
+# What must not be accepted
+
+PREFIX = struct.Struct("<3sBBBxxQIIIxxxx")
+META = TensorMeta("float32", (3,), "cpu")
+
+
+def head(body: bytes = b"", /, **changed: Any) -> memoryview:
+    fields = {
+        "magic": b"CML",
+        "version": WIRE_VERSION,
+        "kind": int(Kind.TENSOR),
+        "flags": 0,
+        "sequence": 0,
+        "body": len(body),
+        "inline": 0,
+        "checksum": zlib.crc32(body),
+    } | changed
+    return memoryview(PREFIX.pack(*fields.values()).ljust(capacity(INLINE), b"\x00"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({"magic": b"GET"}, "does not begin with a commlayer header"),
+        ({"version": WIRE_VERSION + 1}, f"wire version {WIRE_VERSION + 1}"),
+        ({"version": 0}, "wire version 0"),
+        ({"kind": 0}, "unknown kind 0"),
+        ({"kind": 99}, "unknown kind 99"),
+        ({"flags": 2}, "unknown flags 0x2"),
+        ({"flags": 0xFF}, "unknown flags"),
+        ({"body": 2**32 - 1}, "exceeds max_header_bytes"),
+        ({"body": 2**32 - 1, "flags": 1}, "exceeds max_header_bytes"),
+        ({"inline": 2**32 - 1}, "do not fit"),
+        ({"body": capacity(INLINE) - PREFIX_BYTES, "inline": 1}, "do not fit"),
+        ({"flags": 1, "inline": 1}, "do not fit"),
+    ],
+)
+def test_a_malformed_prefix_is_refused(changed: dict[str, Any], cause: str) -> None:
+    with pytest.raises(CommError, match=cause) as caught:
+        decode_prefix(head(**changed), Limits(), WHERE)
+    assert caught.value.kind is ErrorKind.PROTOCOL
+    assert caught.value.operation == WHERE
+
+
+def body(*tensors: Any, placements: bytes | None = None, **changed: Any) -> bytes:
+    if placements is None:
+        placements = bytes([Placement.MESSAGE] * len(tensors))
+    fields = {"tensors": tensors, "placements": placements, "step": -1, "value": b""} | changed
+    return msgspec.msgpack.encode(tuple(fields.values()))
+
+
+def meta(dtype: Any = "float32", shape: Any = (3,), device: Any = "cpu") -> Any:
+    return (dtype, shape, device)
+
+
+BAD_BODIES = {
+    "nothing": b"",
+    "garbage": b"\xc1garbage",
+    "not an array": msgspec.msgpack.encode({"tensors": []}),
+    "too many fields": msgspec.msgpack.encode(((), b"", -1, b"", 1)),
+    "trailing bytes": body() + b"\x00",
+    "wrong type of step": body(step="0"),
+    "step beyond 64 bits": body(step=1.5),
+    "placements missing": body(meta(), placements=b""),
+    "placements in excess": body(placements=b"\x02"),
+    "unknown placement": body(meta(), placements=b"\x03"),
+    "empty tensor with payload": body(meta(shape=(0,)), placements=b"\x02"),
+    "tensor without its payload": body(meta(), placements=b"\x00"),
+    "inline without bytes": body(meta(), placements=b"\x01"),
+    "terabyte": body(meta(shape=(2**38,))),
+    "terabyte in sum": body(*[meta(shape=(2**30,))] * 8),
+    "more than memory can have": body(meta(shape=(2**62, 2**62, 2**62))),
+    "hidden behind a zero": body(meta(shape=(0, 2**62, 2**62)), placements=b"\x00"),
+    "negative extent": body(meta(shape=(-1,))),
+    "two negative extents": body(meta(shape=(-1, -3))),
+    "extent beyond 64 bits": b"\x94\x91\x93\xa5uint8\x91\xcf" + b"\xff" * 8 + b"\xa3cpu\xc4\x01\x02\xff\xc4\x00",
+    "fractional extent": body(meta(shape=(1.5,))),
+    "boolean extent": body(meta(shape=(True,))),
+    "too many dimensions": body(meta(shape=(1,) * 65)),
+    "unknown dtype": body(meta(dtype="float31")),
+    "quantized dtype": body(meta(dtype="qint8")),
+    "attribute that is no dtype": body(meta(dtype="load")),
+    "device that is no name": body(meta(device="../../etc")),
+    "device with an index": body(meta(device="cuda:0")),
+}
+
+
+@pytest.mark.parametrize("data", BAD_BODIES.values(), ids=BAD_BODIES)
+def test_a_malformed_body_is_refused(data: bytes) -> None:
+    prefix = decode_prefix(head(data), Limits(), WHERE)
+    with pytest.raises(CommError) as caught:
+        decode_body(prefix, memoryview(data), Limits(), WHERE)
+    assert caught.value.kind is ErrorKind.PROTOCOL
+    assert caught.value.operation == WHERE
+
+
+def test_the_largest_that_fits_the_limits_is_accepted_and_one_more_is_not() -> None:
+    data = body(meta(), meta())
+    prefix = decode_prefix(head(data), Limits(), WHERE)
+    decode_body(prefix, memoryview(data), Limits(max_message_bytes=24, max_items=2), WHERE)
+    for limits in (Limits(max_message_bytes=23), Limits(max_items=1)):
+        with pytest.raises(CommError, match="max_message_bytes|max_items|longer|length"):
+            decode_body(prefix, memoryview(data), limits, WHERE)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        body(*[meta("", (), "")] * 1_000_000, placements=b""),
+        body(meta(shape=(0,) * 4_000_000)),
+        body(meta(dtype="f" * 4_000_000)),
+    ],
+    ids=["a million tensors", "four million dimensions", "a long name"],
+)
+def test_a_bomb_is_refused_in_proportionate_memory(data: bytes) -> None:
+    prefix = decode_prefix(head(data, flags=1), Limits(), WHERE)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CommError) as caught:
+            decode_body(prefix, memoryview(data), Limits(), WHERE)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert caught.value.kind is ErrorKind.PROTOCOL
+    assert len(str(caught.value)) < 1000
+    assert peak < 2 * len(data) + 100_000
+
+
+def test_damage_anywhere_in_the_body_is_noticed() -> None:
+    data = bytearray(body(meta()))
+    prefix = decode_prefix(head(bytes(data)), Limits(), WHERE)
+    for index in range(len(data)):
+        data[index] ^= 1
+        with pytest.raises(CommError, match="checksum"):
+            decode_body(prefix, memoryview(data), Limits(), WHERE)
+        data[index] ^= 1
+    decode_body(prefix, memoryview(data), Limits(), WHERE)
+
+
+@given(data=st.binary(max_size=200), honest=st.booleans())
+def test_random_bytes_raise_nothing_else(data: bytes, honest: bool) -> None:
+    raw = memoryview(data.ljust(PREFIX_BYTES, b"\x00"))
+    try:
+        prefix = decode_prefix(head(data) if honest else raw, Limits(), WHERE)
+        decoded = decode_body(prefix, memoryview(data), Limits(), WHERE)
+    except CommError as error:
+        assert error.kind is ErrorKind.PROTOCOL
+    else:
+        assert sum(meta.nbytes for meta in decoded.tensors) <= Limits().max_message_bytes
+
+
+@given(
+    shape=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6),
+    dtype=st.sampled_from(["uint8", "float64", "complex128"]),
+)
+def test_what_is_accepted_can_be_allocated(shape: list[int], dtype: str) -> None:
+    data = body(meta(dtype, shape), placements=bytes([0 if 0 in shape else 2]))
+    limits = Limits(max_message_bytes=1 << 20)
+    try:
+        decoded = decode_body(decode_prefix(head(data), limits, WHERE), memoryview(data), limits, WHERE)
+    except CommError as error:
+        assert error.kind is ErrorKind.PROTOCOL
+    else:
+        assert list(from_meta(decoded.tensors[0], "cpu").shape) == shape
