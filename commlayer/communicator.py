@@ -10,9 +10,15 @@ from torch import Tensor
 
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.handle import CompositeHandle, Handle, OperationHandle, checked_timeout
+from commlayer.handle import (
+    CompositeHandle,
+    Handle,
+    OperationHandle,
+    StreamHandle,
+    checked_timeout,
+)
 from commlayer.receive import MessageClaim
-from commlayer.semantics import Semantics
+from commlayer.semantics import Capture, Semantics
 from commlayer.tracking.ledger import Ledger
 from commlayer.tracking.lifetime import Fingerprint
 from commlayer.tracking.operation import LaneKey, Operation, calling_site
@@ -20,7 +26,7 @@ from commlayer.tracking.retention import RetentionPolicy
 from commlayer.wire.connection import Connection
 from commlayer.wire.frame import Kind, Outgoing
 from commlayer.wire.tags import BROADCAST, MAX_TAG, OBJECTS
-from commlayer.wire.tensors import Limits, sendable
+from commlayer.wire.tensors import DTYPES, Limits, overlaps, sendable
 from commlayer.wire.values import pack
 
 
@@ -33,6 +39,7 @@ class Session:
         connection: Connection,
         backend: str,
         semantics: Semantics,
+        host_devices: tuple[str, ...],
         config: CommConfig,
         retention: RetentionPolicy,
         release: Callable[[], None],
@@ -40,6 +47,7 @@ class Session:
         self.connection = connection
         self.backend = backend
         self.semantics = semantics
+        self.host_devices = host_devices
         self.config = config
         self.retention = retention
         self.limits = Limits.from_config(config)
@@ -374,7 +382,12 @@ class Communicator:
     def _make(self, kind: str, lane: LaneKey) -> Operation:
         config = self._session.config
         site = calling_site() if config.record_sites or config.check_lifetime else None
-        return Operation(kind, lane, 0, self._connection.runtime.now(), site)
+        operation = Operation(kind, lane, 0, self._connection.runtime.now(), site)
+        device = self._connection.device
+        if device is not None:
+            operation.notify = device.notify
+            device.advance()
+        return operation
 
     def _retained(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return self._session.retention.retain(tensors)
@@ -383,15 +396,14 @@ class Communicator:
         cause = ""
         if not isinstance(tensor, Tensor):
             cause = f"{type(tensor).__name__} is not a tensor"
-        elif tensor.layout is not torch.strided or tensor.is_quantized:
-            cause = f"a tensor of layout {tensor.layout} cannot be received into"
-        elif tensor.device.type not in self.semantics.devices:
+        elif tensor.is_nested or tensor.layout is not torch.strided:
+            cause = "a tensor that is not dense cannot be received into"
+        elif tensor.dtype not in DTYPES.values():
+            cause = f"a tensor of {tensor.dtype} cannot be received into"
+        elif not self._reaches(tensor):
             cause = f"backend {self.backend!r} does not write memory of {tensor.device.type}"
-        elif any(
-            stride == 0 and size > 1
-            for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        ):
-            cause = "an expanded tensor has several elements in one place"
+        elif overlaps(tensor):
+            cause = "a tensor with several elements in one place cannot be received into"
         elif tensor.is_conj() or tensor.is_neg():
             cause = "a lazily conjugated or negated tensor cannot be received into"
         if cause:
@@ -401,10 +413,19 @@ class Communicator:
                 cause,
                 "Receive into a dense tensor on a device of the backend",
             )
+        self._check_capture(tensor, operation)
+
+    def _reaches(self, tensor: Tensor) -> bool:
+        """Whether the backend, or the host backend beside it, reads and writes this memory."""
+        return self._on_device(tensor) or tensor.device.type in self._session.host_devices
+
+    def _on_device(self, tensor: Tensor) -> bool:
+        device = self._connection.device
+        return device is not None and device.device.holds(tensor)
 
     def _check_devices(self, tensors: Sequence[Tensor], operation: Operation) -> None:
         for tensor in tensors:
-            if tensor.device.type not in self.semantics.devices:
+            if not self._reaches(tensor):
                 raise CommError(
                     ErrorKind.UNSUPPORTED,
                     operation.describe(),
@@ -412,6 +433,20 @@ class Communicator:
                     "Choose a backend for that device, or copy the tensor to "
                     f"{' or '.join(self.semantics.devices)} first",
                 )
+            self._check_capture(tensor, operation)
+
+    def _check_capture(self, tensor: Tensor, operation: Operation) -> None:
+        device = self._connection.device
+        if device is None or self.semantics.capture is Capture.ALLOWED:
+            return
+        if device.device.holds(tensor) and device.device.capturing():
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                operation.describe(),
+                f"the current stream is being captured, and backend {self.backend!r} declares "
+                "capture = REFUSED",
+                "Send and receive outside the captured region",
+            )
 
     def _refuse_slices(self, group: object, tensors: object) -> None:
         if group is not None or tensors is not None:
@@ -422,11 +457,14 @@ class Communicator:
                 "Leave all_gather_group out: tensors are then sent whole",
             )
 
-    def _handle(self, operation: Operation) -> OperationHandle:
+    def _handle(self, operation: Operation) -> Handle:
         connection = self._connection
-        return OperationHandle(
+        host = OperationHandle(
             operation, connection.ledger, connection.progress, connection.runtime
         )
+        if connection.device is None:
+            return host
+        return StreamHandle(operation, host, connection.device)
 
     def _send_value(self, operation: Operation, kind: Kind, value: Any) -> Handle:
         packed, tensors = pack(value, self._session.limits, operation.describe())
@@ -441,9 +479,25 @@ class Communicator:
         step: int = -1,
     ) -> Outgoing:
         self._check_devices(tensors, operation)
-        outgoing = Outgoing(kind, tensors, packed, self._session.config.inline_bytes, step)
+        device = self._connection.device
+        outgoing = Outgoing(
+            kind,
+            tensors,
+            packed,
+            self._session.config.inline_bytes,
+            step,
+            None if device is None else device.device.holds,
+        )
         limits = self._session.limits
-        if sum(message.numel() for message in outgoing.payload) > limits.max_message_bytes:
+        if outgoing.header_bytes > limits.max_header_bytes:
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                operation.describe(),
+                f"a header of {outgoing.header_bytes} bytes exceeds max_header_bytes = "
+                f"{limits.max_header_bytes}",
+                "Send fewer tensors at once, or raise the limit on all ranks",
+            )
+        if sum(tensor.nbytes for tensor in tensors) > limits.max_message_bytes:
             raise CommError(
                 ErrorKind.UNSUPPORTED,
                 operation.describe(),

@@ -13,14 +13,16 @@ from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
 from commlayer.registry import LoadedBackend, Registry, default_registry
 from commlayer.rendezvous import Hello, agree, world_of_environment, world_of_group
-from commlayer.semantics import Order, Semantics, Threads, WaitBlocks
+from commlayer.semantics import Order, PostMayBlock, Semantics, Threads, WaitBlocks
+from commlayer.streams.backend import StreamBackend
+from commlayer.streams.side import DeviceSide
 from commlayer.tracking.ledger import Bounds, Ledger
 from commlayer.tracking.operation import Operation
 from commlayer.tracking.policies import check_sound
 from commlayer.tracking.progress import choose_progress
 from commlayer.tracking.reaping import ReapingPolicy, reaping_policy
 from commlayer.tracking.retention import RetentionPolicy, retention_policy
-from commlayer.tracking.runtime import Runtime, ThreadRuntime
+from commlayer.tracking.runtime import Event, Runtime, ThreadRuntime
 from commlayer.tracking.serialized import SerializedEndpoint
 from commlayer.wire.connection import Connection
 from commlayer.wire.frame import WIRE_VERSION
@@ -81,8 +83,10 @@ def connect_world(
     semantics = backend.semantics
     simulated = runtime is not None
     runtime = runtime or ThreadRuntime()
-    _check_supported(semantics, backend.name)
-    hooks = (registry or default_registry()).hooks(loaded)
+    registry = registry or default_registry()
+    host = _host(loaded, registry).backend
+    _check_supported(host.semantics, host.name)
+    hooks = registry.hooks(loaded)
     retention = (
         retention
         or hooks.commlayer_retention_policy(semantics=semantics, config=config)
@@ -95,9 +99,9 @@ def connect_world(
     )
     check_sound(retention, semantics, backend.name)
     check_sound(reaping, semantics, backend.name)
-    progress = choose_progress(config.progress, semantics, runtime, backend.name)
+    progress = choose_progress(config.progress, host.semantics, runtime, host.name)
     tags = TagMap(config.channels)
-    host, pid = Hello.whereabouts()
+    machine, pid = Hello.whereabouts()
     hello = Hello(
         wire_version=WIRE_VERSION,
         backend=backend.name,
@@ -106,12 +110,19 @@ def connect_world(
         allow_pickle=config.allow_pickle,
         facts=semantics,
         version=_version(),
-        host=host,
+        host=machine,
         pid=pid,
     )
     agree(world, hello, runtime)
-    transport = backend.open(world, config.options)
-    endpoint = _endpoint(transport, semantics, runtime)
+    options = dict(config.options)
+    host_options = options if host is backend else options.pop("host", {})
+    transport = host.open(world, host_options)
+    endpoint = _endpoint(transport, host.semantics, runtime)
+    device: DeviceSide | None = None
+
+    def block(event: Event, timeout: float | None) -> bool:
+        return (progress if device is None else device).block(event, timeout)
+
     ledger = Ledger(
         runtime,
         reaping,
@@ -122,8 +133,16 @@ def connect_world(
             config.full_timeout,
         ),
         poll=_poll,
-        block=progress.block,
+        block=block,
     )
+    if isinstance(backend, StreamBackend):
+        device = DeviceSide(
+            backend.open(world, options),
+            semantics.p2p.post_may_block,
+            runtime,
+            ledger,
+            progress.block,
+        )
     connection = Connection(
         rank=world.rank,
         size=world.size,
@@ -135,10 +154,13 @@ def connect_world(
         limits=Limits.from_config(config),
         inline_bytes=config.inline_bytes,
         unclaimed=config.unclaimed_messages,
-        serial=_serial(semantics),
+        serial=_serial(host.semantics),
+        device=device,
     )
 
     def release() -> None:
+        if device is not None:
+            device.close()
         endpoint.close()
         transport.close()
         shutdown.unwatch(session)
@@ -147,6 +169,7 @@ def connect_world(
         connection=connection,
         backend=backend.name,
         semantics=semantics,
+        host_devices=host.semantics.devices,
         config=config,
         retention=retention,
         release=release,
@@ -154,14 +177,21 @@ def connect_world(
     session.channels = {name: Communicator(session, name) for name in tags.channels}
     connection.open()
     if not simulated:
-        shutdown.watch(session, (transport, endpoint))
+        shutdown.watch(session, (transport, endpoint, device))
     return session.channels["data"]
+
+
+def _host(loaded: LoadedBackend, registry: Registry) -> LoadedBackend:
+    """The backend that carries headers and host tensors: the backend itself, unless on streams."""
+    if not isinstance(loaded.backend, StreamBackend):
+        return loaded
+    return registry.select(loaded.backend.host)
 
 
 def _check_supported(semantics: Semantics, backend: str) -> None:
     missing = ""
     if semantics.p2p.wait_blocks is not WaitBlocks.HOST:
-        missing = "wait_blocks = STREAM is not supported yet"
+        missing = "wait_blocks = STREAM needs a StreamBackend, which is paired with a host backend"
     elif not semantics.tags:
         missing = "tags = False: lanes need tags that match independently"
     elif "cpu" not in semantics.devices:
@@ -175,7 +205,7 @@ def _serial(semantics: Semantics) -> bool:
     return (
         facts.order is not Order.PER_TAG
         or facts.max_outstanding_per_pair > 0
-        or facts.post_may_block
+        or facts.post_may_block is not PostMayBlock.NEVER
         or semantics.threads is Threads.FUNNELED
     )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from commlayer.errors import CommError, CommTimeout
+from commlayer.streams.side import DeviceSide
 from commlayer.tracking.ledger import Ledger
 from commlayer.tracking.operation import Operation
 from commlayer.tracking.progress import ProgressEngine
@@ -58,9 +59,9 @@ def checked_timeout(timeout: float | None) -> float | None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise ValueError(f"timeout must be a number of seconds or None, not {timeout!r}")
-    if math.isnan(timeout) or timeout < 0:
+    if timeout < 0 or timeout != timeout:
         raise ValueError(f"timeout must not be negative or NaN, got {timeout!r}")
-    return None if math.isinf(timeout) else float(timeout)
+    return float(timeout) if timeout < threading.TIMEOUT_MAX else None
 
 
 class OperationHandle:
@@ -80,16 +81,21 @@ class OperationHandle:
         operation = self._operation
         limit = checked_timeout(timeout)
         if not self._ledger.wait(operation, limit):
-            age = self._runtime.now() - operation.posted_at
-            raise CommTimeout(
-                operation.describe(),
-                f"not complete {age:.3g} s after it was posted; the limit of {limit:g} s expired",
-                f"The operation goes on: wait again, or see what rank {operation.lane.peer} does",
-            )
+            self.raise_timeout(limit)
         if operation.error is not None:
             raise operation.error.again()
 
     synchronize = wait
+
+    def raise_timeout(self, limit: float | None) -> NoReturn:
+        """Raise `CommTimeout` for a wait that was limited to `limit` seconds."""
+        operation = self._operation
+        age = self._runtime.now() - operation.posted_at
+        raise CommTimeout(
+            operation.describe(),
+            f"not complete {age:.3g} s after it was posted; the limit of {limit:g} s expired",
+            f"The operation goes on: wait again, or see what rank {operation.lane.peer} does",
+        )
 
     def is_completed(self) -> bool:
         if not self._operation.settled:
@@ -109,6 +115,60 @@ class OperationHandle:
         else:
             state = "complete" if self._operation.error is None else "failed"
         return f"<{state}: {self._operation.describe()}>"
+
+
+class StreamHandle:
+    """The handle of an operation that may have a part on a device.
+
+    `wait` blocks the host until the device part is posted (for a receive: until
+    its header is here), then orders the calling thread's current stream after
+    it, each waiting stream for itself.  It blocks the host until completion
+    where host tensors are part of the operation.  `synchronize` always does.
+    Whatever waits for a call of the user is posted inside each of these.
+    """
+
+    __slots__ = ("_device", "_host", "_operation")
+
+    def __init__(self, operation: Operation, host: OperationHandle, device: DeviceSide) -> None:
+        self._operation = operation
+        self._host = host
+        self._device = device
+
+    def wait(self, timeout: float | None = None) -> None:
+        operation = self._operation
+        self._block_until(lambda: operation.settled or operation.stream_work is not None, timeout)
+        work = operation.stream_work
+        if operation.settled or work is None:
+            self._host.wait(0)
+            return
+        stream = self._device.device.current_stream()
+        work.event.wait(stream)
+        for tensor in work.results:
+            self._device.device.record_stream(tensor, stream)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        operation = self._operation
+        self._block_until(lambda: operation.settled, timeout)
+        self._host.wait(0)
+
+    def _block_until(self, ready: Callable[[], bool], timeout: float | None) -> None:
+        limit = checked_timeout(timeout)
+        if not self._device.wait_for(ready, limit):
+            self._host.raise_timeout(limit)
+
+    def is_completed(self) -> bool:
+        self._device.advance()
+        return self._host.is_completed()
+
+    def exception(self) -> CommError | None:
+        return self._operation.error
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.wait(timeout)
+        return self._operation.value
+
+    def __repr__(self) -> str:
+        return repr(self._host)
 
 
 class CompositeHandle:

@@ -136,6 +136,16 @@ class PeerLoss(str, Enum):
     """Its wait raises soon."""
 
 
+class PostMayBlock(str, Enum):
+    """Whether posting may hold up the calling thread until the peer comes."""
+
+    ALWAYS = "always"
+    """Any send may."""
+    FIRST_USE = "first_use"
+    """The first operation of a pair of ranks may, on each communicator."""
+    NEVER = "never"
+
+
 class Capture(str, Enum):
     """Whether an operation may be posted while a device graph is captured."""
 
@@ -161,7 +171,7 @@ class OperationSemantics(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     dropped_work: DroppedWork = DroppedWork.UNSAFE
     eager_bytes: int = 0
     """Largest message in bytes whose send completes before the peer posts its receive (0: none)."""
-    post_may_block: bool = True
+    post_may_block: PostMayBlock = PostMayBlock.ALWAYS
     """Whether posting may hold up the calling thread."""
     order: Order = Order.UNORDERED
     max_outstanding_per_pair: int = 1

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-from ranks.pool import Ranks
+
+if TYPE_CHECKING:
+    from ranks.pool import Ranks
 
 
 @pytest.fixture(scope="session")
 def _ranks() -> Iterator[Ranks]:
+    from ranks.pool import Ranks
+
     ranks = Ranks()
     yield ranks
     ranks.close()

@@ -74,8 +74,9 @@ class DeferredBroadcast:
 
     - a step is taken once; taking again, or taking what was not posted, raises;
     - taking a skipped step raises, or gives the value that the caller states;
-    - posting or skipping while a step is not taken is refused, or, with
-      ``on_pending="drain"``, first waits for that step and throws it away;
+    - posting or skipping while a posted step is not taken is refused, or, with
+      ``on_pending="drain"``, first waits for that step and throws it away; a
+      skipped step need not be taken;
     - a rank whose steps differ from the source's (one skipped where the other
       posted, one is ahead, one called a different operation) raises PROTOCOL at
       `take`, naming step, operation and both ranks.  The next step that both
@@ -122,8 +123,8 @@ class DeferredBroadcast:
 
     @property
     def pending(self) -> int | None:
-        """The step that can be taken, or ``None``."""
-        return None if self._slot is None else self._slot.step
+        """The step that was posted and not taken, or ``None``."""
+        return self._slot.step if isinstance(self._slot, _Posted) else None
 
     def post(
         self,
@@ -198,7 +199,7 @@ class DeferredBroadcast:
     def close(self) -> int | None:
         """Refuse all later calls; never waits.
 
-        Returns the step that nobody took, or ``None``.  Its broadcast is still
+        Returns the posted step that nobody took, or ``None``.  Its broadcast is still
         received, and thrown away.
         """
         pending = self.pending
@@ -220,14 +221,14 @@ class DeferredBroadcast:
                 step, f"the last step was {self._last}: steps are integers that grow",
                 "Post or skip each step once",
             )  # fmt: skip
-        if self._slot is None:
+        if self.pending is None:
             return
         if not self._drains:
             raise self._misuse(
-                step, f"step {self._slot.step} was not taken and would be overwritten",
+                step, f"step {self.pending} was not taken and would be overwritten",
                 "Take it first, or use on_pending='drain'",
             )  # fmt: skip
-        self.take(timeout, skipped=None)
+        self.take(timeout)
 
     def _matched(self, slot: _Posted, timeout: float | None) -> Tensor:
         """The tensor of the step of `slot`, from the source's next message or a later one."""

@@ -57,8 +57,7 @@ class RankStages:
         self.calls = topology.calls(comm.rank)
         self._sources = [topology.receives(comm.rank, v) for v in stages]
         self._targets = [topology.sends(comm.rank, v) for v in stages]
-        links = [link for link in (*self._sources, *self._targets) if link is not None]
-        self._channels = {link.channel: comm.channel(link.channel) for link in links}
+        self._channels = {name: comm.channel(name) for name in topology.channels}
 
     def receive(self, v: int) -> Handle | None:
         """Post the receive of stage `v`'s activation, if another rank has it."""

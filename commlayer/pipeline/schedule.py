@@ -8,7 +8,8 @@ and only if events need each other in a circle, and the check is exact for what 
 models.  Where a fact leaves the transport a choice (a post *may* block) the worse
 one is taken: the verdict is that the ranks *can* deadlock.
 
-What is modelled: rendezvous and eager sends, posts that may block, one in-order
+What is modelled: rendezvous and eager sends, posts that may block (always, or when
+a pair of ranks first uses a channel, which the worse choice includes), one in-order
 stream a communicator (the channels of a schedule are communicators), order per
 peer and tag, limits on outstanding operations, waits of the host and waits of
 streams, groups of operations that start together.
@@ -21,8 +22,10 @@ What is not:
   taken to have somebody who calls it;
 - messages that may overtake each other (``order = UNORDERED``) are taken to
   match in order, as they do with one outstanding per pair;
-- a broadcast is the transport's own, and may end only when every rank has
-  entered it; one that is made of sends is to be listed as sends;
+- a broadcast is the transport's own, and ends only when every rank has entered
+  it, or with its source's if that is eager; one that is made of sends is to be
+  listed as sends;
+- a limit on outstanding operations is a window that moves in order;
 - operations of one group are taken to run at once, whatever their order in it;
 - an operation of a transport whose waits hold the host does not wait for a
   stream: what it sends was computed, by a `synchronize` in the list;
@@ -37,7 +40,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from commlayer.semantics import OperationSemantics, Order, Semantics, WaitBlocks
+from commlayer.semantics import OperationSemantics, Order, PostMayBlock, Semantics, WaitBlocks
 
 
 class Kind(str, Enum):
@@ -165,10 +168,10 @@ class Need:
 class Verdict:
     """What the check says.
 
-    `ok`: every call returns and every operation completes.  `cycle`: operations
-    each of which needs the next, and the last the first; empty if there is none.
-    `unmatched`: operations that no other rank has the counterpart of.  `stuck`:
-    all that would never complete or return.
+    `ok`: every call returns, every operation completes and every message is
+    received.  `cycle`: actions each of which needs the next, and the last the
+    first; empty if there is none.  `unmatched`: operations that no other rank has
+    the counterpart of.  `stuck`: all actions that never complete or return.
     """
 
     cycle: tuple[Need, ...] = ()
@@ -240,6 +243,8 @@ class _Node:
         self.place = place
         self.action = place.action
         self.facts = facts
+        self.connects = False
+        """Whether it is the first operation with its peer on its channel, and that may block."""
         self.called = _Event(place, _Phase.CALLED)
         self.started = _Event(place, _Phase.STARTED)
         self.complete = _Event(place, _Phase.COMPLETE)
@@ -325,8 +330,11 @@ class _Events:
         sends: dict[tuple[object, ...], list[_Node]] = defaultdict(list)
         receives: dict[tuple[object, ...], list[_Node]] = defaultdict(list)
         rounds: dict[str, list[list[_Node]]] = {}
+        first: dict[tuple[str, int, int], _Node] = {}
         for node in self._nodes:
             action, rank = node.action, node.place.rank
+            if action.posts and action.kind is not Kind.BROADCAST:
+                first.setdefault((action.channel, rank, action.peer), node)
             if action.kind is Kind.BROADCAST:
                 turns = rounds.setdefault(action.channel, [[] for _ in range(self._size)])
                 turns[rank].append(node)
@@ -346,26 +354,45 @@ class _Events:
             self._has_no_counterpart(outgoing[both:] + incoming[both:])
         for turns in rounds.values():
             self._match_broadcasts(turns)
+        for (channel, rank, peer), node in first.items():
+            self._connect(node, [first.get((channel, peer, rank))])
+        for turns in rounds.values():
+            entered = [turn[0] if turn else None for turn in turns]
+            for entry in filter(None, entered):
+                self._connect(entry, entered)
+
+    @staticmethod
+    def _connect(node: _Node, others: Iterable[_Node | None]) -> None:
+        """The return of a post that connects its ranks needs the first post of each."""
+        if node.connects:
+            for other in others:
+                if other is None:
+                    node.returned.impossible = True
+                elif other is not node:
+                    node.returned.need([other.called], "connects to the rank of")
 
     def _match_broadcasts(self, turns: list[list[_Node]]) -> None:
         for number in range(max(map(len, turns))):
-            nodes = [turn[number] for turn in turns if number < len(turn)]
-            sources = {node.action.peer for node in nodes}
-            if len(nodes) < self._size or len(sources) > 1:
-                self._has_no_counterpart(nodes)
-                continue
-            source = next(node for node in nodes if node.place.rank == node.action.peer)
-            for node in nodes:
-                if not source.eager:
-                    node.complete.need((other.started for other in nodes), "needs")
-                elif node is not source:
-                    node.complete.need([source.started], "needs")
+            nodes = {turn[number].place.rank: turn[number] for turn in turns if number < len(turn)}
+            whole = len(nodes) == self._size
+            whole &= len({node.action.peer for node in nodes.values()}) == 1
+            for node in nodes.values():
+                source = nodes.get(node.action.peer)
+                if source is not None and source.eager and source.action.peer == node.action.peer:
+                    if node is not source:
+                        node.complete.need([source.started], "needs")
+                elif whole:
+                    others = (other for other in nodes.values() if other is not node)
+                    node.complete.need((other.started for other in others), "needs")
+                else:
+                    node.complete.impossible = True
+            if not whole:
+                self.unmatched += [node.place for node in nodes.values()]
 
     def _has_no_counterpart(self, nodes: Iterable[_Node]) -> None:
         for node in nodes:
             self.unmatched.append(node.place)
-            if not node.eager or node.action.kind is Kind.RECV:
-                node.complete.impossible = True
+            node.complete.impossible = not (node.eager and node.action.kind is Kind.SEND)
 
 
 class _Caller:
@@ -380,6 +407,7 @@ class _Caller:
         self._queues: dict[str, list[_Node]] = {}
         """What was last put on the in-order stream of a channel."""
         self._outstanding: dict[tuple[object, ...], list[_Node]] = defaultdict(list)
+        self._connected: set[tuple[object, ...]] = set()
 
     def call(self, nodes: Sequence[_Node]) -> None:
         """Call one entry of the schedule: an action, or the operations of a group."""
@@ -419,13 +447,21 @@ class _Caller:
                 other = before[-facts.max_outstanding_per_pair]
                 node.started.need([other.complete], "may be outstanding only after")
             before.append(node)
-        holds = False
-        if facts.post_may_block:
-            node.returned.need([node.complete], "")
+        holds = node.connects = self._connects(node)
+        if facts.post_may_block is PostMayBlock.ALWAYS and action.kind is not Kind.RECV:
+            node.returned.need([node.complete])
             holds = True
         if action.blocking:
             holds |= self._wait(node, node)
         return [node.returned] if holds else []
+
+    def _connects(self, node: _Node) -> bool:
+        action, facts = node.action, node.facts
+        assert facts is not None
+        pair = action.channel, None if action.kind is Kind.BROADCAST else action.peer
+        first = pair not in self._connected
+        self._connected.add(pair)
+        return first and facts.post_may_block is not PostMayBlock.NEVER
 
     def _other(self, node: _Node) -> list[_Event]:
         action = node.action

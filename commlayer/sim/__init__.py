@@ -1,0 +1,32 @@
+"""A deterministic simulator of completion semantics.
+
+Needs greenlet (``pip install commlayer[sim]``).  `World` plays ranks, lanes,
+streams and memory; `explore` runs a scenario under many schedules; a scenario is
+a function of a world, registered by `scenario`.
+"""
+
+from commlayer.sim.explorer import Report, Run, explore, replay
+from commlayer.sim.failure import Failure, FailureKind
+from commlayer.sim.profiles import PROFILES, Profile, profile
+from commlayer.sim.rank import Rank, blank, filled
+from commlayer.sim.scenario import Scenario, scenario, scenarios
+from commlayer.sim.world import World
+
+__all__ = [
+    "PROFILES",
+    "Failure",
+    "FailureKind",
+    "Profile",
+    "Rank",
+    "Report",
+    "Run",
+    "Scenario",
+    "World",
+    "blank",
+    "explore",
+    "filled",
+    "profile",
+    "replay",
+    "scenario",
+    "scenarios",
+]

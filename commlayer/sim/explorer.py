@@ -2,7 +2,7 @@
 
 Strategies (`commlayer.sim.search`): ``random`` walks with a seed; ``pct`` gives
 actors random priorities; ``dfs`` enumerates depth first, either every schedule up
-to commuting steps, or every schedule of at most `preemptions` preemptions.
+to commuting steps, or every schedule within a bound on preemptions or deviations.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def run(
 def _no_garbage_collection() -> Iterator[Callable[[int], None]]:
     """Collect between schedules only: a work that a collection drops is a choice nobody made."""
     was = gc.isenabled()
+    gc.collect()
     gc.freeze()
     gc.disable()
 
@@ -134,6 +135,7 @@ def explore(
     seconds: float | None = None,
     seed: int = 0,
     preemptions: int | None = None,
+    deviations: int | None = None,
     verify_every: int = 100,
     max_steps: int = 50_000,
     shrink: bool = True,
@@ -148,7 +150,7 @@ def explore(
     on = profile(on or scenario.profiles[0]) if not isinstance(on, Profile) else on
     search: Search
     if strategy == "dfs":
-        search = DepthFirst(preemptions)
+        search = DepthFirst(preemptions=preemptions, deviations=deviations)
     elif strategy in ("random", "pct"):
         search = Sampling(strategy, seed)
     else:
@@ -161,6 +163,7 @@ def explore(
     failure: Failure | None = None
     taken: list[int] = []
     exhausted = False
+    run(scenario, on, ReplayChoices(), max_steps=max_steps)
     with _no_garbage_collection() as between:
         while schedules + pruned < budget:
             if seconds is not None and time.perf_counter() - began > seconds:
@@ -185,9 +188,7 @@ def explore(
         if failure is not None:
             if shrink and failure.kind is not FailureKind.NONDETERMINISM:
                 taken = _shrink(scenario, on, taken, failure.kind, max_steps)
-                failure = run(
-                    scenario, on, ReplayChoices(taken), explain=True, max_steps=max_steps
-                ).failure or failure  # fmt: skip
+                failure = _explained(scenario, on, taken).failure or failure
             replay = f"{scenario.name}@{on.name}:{encode(taken)}"
     return Report(
         scenario.name, on.name, strategy, schedules, pruned, cut, exhausted and not cut,
@@ -210,9 +211,20 @@ def replay(text: str, *, logged: bool = False) -> Run:
             ErrorKind.CONFIG, f"replay {text!r}", str(error), "Copy the whole string"
         ) from error
     found = find(name)
-    return run(
-        found, profile(on or found.profiles[0]), ReplayChoices(choices), explain=True, logged=logged
-    )
+    return _explained(found, profile(on or found.profiles[0]), choices, logged=logged)
+
+
+def _explained(
+    scenario: Scenario, on: Profile, choices: Sequence[int], *, logged: bool = False
+) -> Run:
+    """The run with lines recorded.
+
+    It is run twice: what Python and torch do on first use may keep frames, and
+    with them tensors, alive until the next garbage collection.
+    """
+    run(scenario, on, ReplayChoices(choices), explain=True)
+    gc.collect()
+    return run(scenario, on, ReplayChoices(choices), explain=True, logged=logged)
 
 
 # -- searches -------------------------------------------------------------------

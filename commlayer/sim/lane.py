@@ -105,6 +105,13 @@ class Lane(Actor):
         if self.injector is not None and operation.buffer.nbytes <= self._eager:
             self.injector.queue.append(operation)
 
+    def stop(self) -> None:
+        """The communicator is gone, and what is on its way with it."""
+        self.wedged = True
+        self._moving = None
+        self.sends.clear()
+        self.recvs.clear()
+
     def possible(self) -> bool:
         """Whether there is a next step, whoever makes progress."""
         if self._moving is not None:
@@ -150,6 +157,8 @@ class Lane(Actor):
         if send.lost or recv.lost:
             self._network.wedge(self._sender, self._receiver)
             send.matched = recv.matched = False
+            if recv.lost:
+                recv.report_loss()
             return
         self._moving = send
         if send.read:

@@ -16,6 +16,7 @@ import ctypes
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -165,22 +166,38 @@ class Buffer:
     tensor may die, and touching it then is a failure.
     """
 
-    __slots__ = ("_address", "_generation", "_storage", "_tensor", "_what", "_world", "block",
+    __slots__ = ("_address", "_freed_at", "_generation", "_storage", "_tensor", "_what", "_world", "block",
                  "issued", "nbytes", "storage_address")  # fmt: skip
 
     def __init__(
-        self, world: World, tensor: torch.Tensor, what: str, *, hold: bool, arena: Arena | None
+        self,
+        world: World,
+        tensor: torch.Tensor,
+        what: Callable[[], str],
+        *,
+        hold: bool,
+        arena: Arena | None,
     ) -> None:
         self._world = world
         self._what = what
+        self._freed_at = ""
         self.nbytes = tensor.numel() * tensor.element_size()
         self._address = tensor.data_ptr()
         self._tensor = tensor if hold else None
         self.block = arena.find(tensor) if arena is not None else None
         self._generation = self.block.generation if self.block else 0
-        self._storage = None if hold or self.block else weakref.ref(tensor.untyped_storage())
+        self._storage = None if hold or self.block else self._watch(tensor)
         self.storage_address = tensor.untyped_storage().data_ptr()
         self.issued = world.issue()
+
+    def _watch(self, tensor: torch.Tensor) -> weakref.ref[Any]:
+        if not self._world.explain:
+            return weakref.ref(tensor.untyped_storage())
+
+        def freed(_: object) -> None:
+            self._freed_at = site()
+
+        return weakref.ref(tensor.untyped_storage(), freed)
 
     def alive(self) -> bool:
         """Whether the tensor has not been freed."""
@@ -198,10 +215,11 @@ class Buffer:
             if block.generation != self._generation:
                 lines.append(f"handed out again at {block.allocated_at or 'an unrecorded line'}")
         else:
-            lines.append("its last reference is gone")
+            where = f" at {self._freed_at}" if self._freed_at else ""
+            lines.append(f"its last reference was dropped{where}")
         self._world.fail(
             FailureKind.USE_AFTER_FREE,
-            f"{by} {verb} memory that had been freed: {self._what}",
+            f"{by} {verb} memory that had been freed: {self._what()}",
             tuple(lines),
         )
         return False
@@ -218,7 +236,7 @@ class Buffer:
     def release(self) -> None:
         """The one who operated on it is done and keeps it no longer."""
         if self._tensor is not None and self.block is None:
-            self._storage = weakref.ref(self._tensor.untyped_storage())
+            self._storage = self._watch(self._tensor)
         self._tensor = None
 
     def peek(self) -> bytes:

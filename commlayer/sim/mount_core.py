@@ -4,15 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+from pluggy import HookRelay
+
 from commlayer.backend import World as BackendWorld
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.connector import connect_world
 from commlayer.registry import LoadedBackend, Registry
+from commlayer.rendezvous import Hello
+from commlayer.sim.mount_device import SimStreamBackend
+from commlayer.sim.profiles import Profile
 from commlayer.sim.rank import Rank
 from commlayer.sim.transport import SimBackend
 
-_NO_PLUGINS = Registry(())
+
+class _NoPlugins(Registry):
+    """No backend, and one empty set of hooks."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self._relay = super().hooks()
+
+    def hooks(self, selected: LoadedBackend | None = None) -> HookRelay:
+        return self._relay
+
+
+_NO_PLUGINS = _NoPlugins()
+_HELLO = msgspec.msgpack.Decoder(Hello)
+"""Keeps what msgspec knows of the type, which it would work out anew for every world."""
 
 
 class _Agreed:
@@ -43,5 +63,19 @@ def connect(rank: Rank, **config: Any) -> Communicator:
         LoadedBackend(SimBackend(world), "simulator", ""),
         CommConfig(**config),
         registry=_NO_PLUGINS,
+        runtime=rank.runtime,
+    )
+
+
+def connect_device(rank: Rank, host: Profile, **config: Any) -> Communicator:
+    """As `connect`, on the device transport of the world's profile beside the host transport `host`."""
+    world = rank.world
+    registry = Registry(())
+    registry.add_backend(SimBackend(world, host))
+    return connect_world(
+        BackendWorld(rank.index, len(world.ranks), _Agreed(), 60.0),
+        LoadedBackend(SimStreamBackend(rank, world.profile), "simulator", ""),
+        CommConfig(**config),
+        registry=registry,
         runtime=rank.runtime,
     )

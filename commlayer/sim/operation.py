@@ -25,7 +25,7 @@ class Operation(Item):
     what its work means by completion.  What a poll says is none of them.
     """
 
-    __slots__ = ("began", "buffer", "complete", "delivered", "endpoint", "error", "facts", "group",
+    __slots__ = ("began", "buffer", "complete", "delivered", "dropped_at", "endpoint", "error", "facts", "group",
                  "kind", "lost", "matched", "number", "on_stream", "partner", "payload", "peer",
                  "read", "reading", "snapshot", "started", "tag", "title", "waited",
                  "waits", "what")  # fmt: skip
@@ -47,6 +47,7 @@ class Operation(Item):
         self.group: object = None
         self.started = self.matched = self.reading = self.read = self.delivered = False
         self.complete = self.lost = self.on_stream = self.began = False
+        self.dropped_at = ""
         self.waits = 0
         self.waited = False
         self.error: str | None = None
@@ -61,6 +62,11 @@ class Operation(Item):
         if not buffer.alive():
             return True
         return self.snapshot is not None and buffer.peek() != self.snapshot
+
+    def report_loss(self) -> None:
+        """The message of this operation will never be delivered."""
+        what = f"{self.describe()}: its work was dropped while pending{self.dropped_at}"
+        self.endpoint.world.lost.append(what)
 
     def done(self) -> bool:
         return self.complete or self.error is not None
@@ -192,9 +198,10 @@ class SimWork:
         world.touch(writes=memory_bit(endpoint.rank))
         if not operation.matched and not operation.done():
             operation.lost = True
-            line = f", dropped at {site()}" if world.explain else ""
-            world.lost.append(f"{operation.describe()}: its work was dropped while pending{line}")
+            operation.dropped_at = f", dropped at {site()}" if world.explain else ""
             world.version += 1
+            if operation.kind == "send":
+                operation.report_loss()
 
     def __repr__(self) -> str:
         return f"<SimWork {self.operation.describe()}>"
@@ -202,7 +209,7 @@ class SimWork:
 
 class _AfterOperation(Item):
     __slots__ = ("operation",)
-    what = "wait for operation"
+    what = "a stream's wait"
 
     def __init__(self, operation: Operation) -> None:
         self.operation = operation

@@ -9,7 +9,6 @@ NCCL, XCCL and HCCL were read in the sources of their process groups and not run
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 import msgspec
 
@@ -23,6 +22,7 @@ from commlayer.semantics import (
     Order,
     PeerLoss,
     Poll,
+    PostMayBlock,
     Progress,
     Semantics,
     SizeMismatch,
@@ -30,18 +30,6 @@ from commlayer.semantics import (
     Threads,
     WaitBlocks,
 )
-
-
-class PostBlocks(str, Enum):
-    """When a post that may block does."""
-
-    NEVER = "never"
-    FIRST_USE = "first_use"
-    """The first operation of a pair makes the pair's connection."""
-    ALWAYS = "always"
-    """Every send, until it is matched."""
-    FREE = "free"
-    """The explorer decides, send by send."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,6 @@ class Profile:
     name: str
     semantics: Semantics
     note: str
-    post_blocks: PostBlocks = PostBlocks.NEVER
     watchdog: float | None = None
     group_timeout: float = 1800.0
 
@@ -67,7 +54,7 @@ _GLOO_P2P = OperationSemantics(
     timeout=NativeTimeout.DESTRUCTIVE,
     dropped_work=DroppedWork.LOSES_MESSAGE,
     eager_bytes=0,
-    post_may_block=False,
+    post_may_block=PostMayBlock.NEVER,
     order=Order.PER_TAG,
     max_outstanding_per_pair=0,
     completion=Completion.LOCAL,
@@ -81,7 +68,7 @@ _GLOO_COLLECTIVE = OperationSemantics(
     wait_repeatable=True,
     timeout=NativeTimeout.SAFE,
     dropped_work=DroppedWork.CONTINUES,
-    post_may_block=False,
+    post_may_block=PostMayBlock.NEVER,
     order=Order.PER_TAG,
     max_outstanding_per_pair=0,
 )
@@ -110,7 +97,7 @@ _STREAM = OperationSemantics(
     wait_repeatable=True,
     timeout=NativeTimeout.DESTRUCTIVE,
     dropped_work=DroppedWork.CONTINUES,
-    post_may_block=False,
+    post_may_block=PostMayBlock.NEVER,
     order=Order.IN_ORDER_STREAM,
     max_outstanding_per_pair=0,
     completion=Completion.MATCHED,
@@ -122,7 +109,7 @@ _STREAM = OperationSemantics(
 NCCL = Profile(
     "nccl",
     Semantics(
-        p2p=msgspec.structs.replace(_STREAM, post_may_block=True),
+        p2p=msgspec.structs.replace(_STREAM, post_may_block=PostMayBlock.FIRST_USE),
         collective=msgspec.structs.replace(_STREAM, source_lifetime=SourceLifetime.EVENT),
         progress=Progress.AUTONOMOUS,
         threads=Threads.MULTIPLE,
@@ -130,13 +117,12 @@ NCCL = Profile(
         capture=Capture.ALLOWED,
     ),
     "ProcessGroupNCCL as read: the first operation of a pair connects it and blocks the host",
-    post_blocks=PostBlocks.FIRST_USE,
 )
 XCCL = Profile(
     "xccl",
     Semantics(
         p2p=msgspec.structs.replace(
-            _STREAM, post_may_block=True, timeout=NativeTimeout.SAFE, errors_polled=False
+            _STREAM, post_may_block=PostMayBlock.ALWAYS, timeout=NativeTimeout.SAFE, errors_polled=False
         ),
         collective=msgspec.structs.replace(
             _STREAM, timeout=NativeTimeout.SAFE, errors_polled=False,
@@ -147,7 +133,6 @@ XCCL = Profile(
         devices=("xpu",),
     ),
     "ProcessGroupXCCL as read: a send keeps the host busy until the peer posts its receive",
-    post_blocks=PostBlocks.ALWAYS,
 )  # fmt: skip
 HCCL = Profile(
     "hccl",
@@ -172,7 +157,7 @@ MPI = Profile(
             timeout=NativeTimeout.IGNORED,
             dropped_work=DroppedWork.UNSAFE,
             eager_bytes=8,
-            post_may_block=False,
+            post_may_block=PostMayBlock.NEVER,
             order=Order.PER_TAG,
             max_outstanding_per_pair=0,
             size_mismatch=SizeMismatch.ERROR,
@@ -183,7 +168,7 @@ MPI = Profile(
             poll=Poll.EXACT,
             wait_repeatable=True,
             timeout=NativeTimeout.IGNORED,
-            post_may_block=False,
+            post_may_block=PostMayBlock.NEVER,
             order=Order.PER_TAG,
             max_outstanding_per_pair=0,
             size_mismatch=SizeMismatch.ERROR,
@@ -201,7 +186,7 @@ ONECCL_CPU = Profile(
             poll=Poll.EXACT,
             wait_repeatable=True,
             eager_bytes=4096,
-            post_may_block=False,
+            post_may_block=PostMayBlock.NEVER,
             order=Order.UNORDERED,
             max_outstanding_per_pair=1,
             dtypes=None,
@@ -215,7 +200,7 @@ ADVERSARY = Profile(
     "adversary",
     Semantics(
         p2p=OperationSemantics(
-            poll=Poll.MAY_BE_EARLY, post_may_block=False, order=Order.PER_TAG,
+            poll=Poll.MAY_BE_EARLY, post_may_block=PostMayBlock.NEVER, order=Order.PER_TAG,
             max_outstanding_per_pair=0,
         ),
         progress=Progress.AUTONOMOUS,
@@ -241,12 +226,11 @@ ADVERSARY_SERIAL = Profile(
         tags=True,
     ),
     "the weakest facts under which a waiter can drive: no order within a lane, a post may block",
-    post_blocks=PostBlocks.FREE,
 )
 ADVERSARY_POLLED = Profile(
     "adversary_polled",
     Semantics(
-        p2p=OperationSemantics(poll=Poll.EXACT, post_may_block=False, max_outstanding_per_pair=0),
+        p2p=OperationSemantics(poll=Poll.EXACT, post_may_block=PostMayBlock.NEVER, max_outstanding_per_pair=0),
         tags=True,
     ),
     "the weakest facts under which polling can drive: one thread, progress only in its calls",
@@ -255,7 +239,6 @@ ADVERSARY_WEAKEST = Profile(
     "adversary_weakest",
     Semantics(),
     "every fact at its default, which is its weakest value; a post may block",
-    post_blocks=PostBlocks.FREE,
 )
 
 PROFILES: dict[str, Profile] = {

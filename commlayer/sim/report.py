@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from commlayer.sim.failure import Failure, FailureKind
@@ -19,7 +19,8 @@ def deadlock(world: World, stuck: Sequence[Any]) -> Failure:
     kind = FailureKind.LOST_MESSAGE if world.lost and not cycle else FailureKind.DEADLOCK
     who = ", ".join(_text(node) for node in stuck)
     what = world.lost[0] if kind is FailureKind.LOST_MESSAGE else f"{who} wait for ever"
-    return Failure(kind, what, tuple(_text(node) for node in cycle), tuple(graph(stuck)))
+    inside = {id(node) for node in cycle}
+    return Failure(kind, what, tuple(_text(node) for node in cycle), tuple(graph(stuck, inside)))
 
 
 def watchdog(world: World, operation: Operation) -> Failure:
@@ -55,8 +56,8 @@ def find_cycle(roots: Sequence[Any]) -> list[Any]:
     return []
 
 
-def graph(roots: Sequence[Any]) -> list[str]:
-    """The wait-for graph as lines, each node once."""
+def graph(roots: Sequence[Any], known: Collection[int] = ()) -> list[str]:
+    """The wait-for graph as lines, but for edges between the nodes whose ids are `known`."""
     lines: list[str] = []
     seen: set[int] = set()
     queue = list(roots)
@@ -67,7 +68,11 @@ def graph(roots: Sequence[Any]) -> list[str]:
         seen.add(id(node))
         targets = node.waits_for()
         reason = node.reason if isinstance(node, Task) and node.reason else "waits for"
-        lines += [f"{_text(node)} {reason} {_text(target)}" for target in targets]
+        lines += [
+            f"{_text(node)} {reason} {_text(target)}"
+            for target in targets
+            if id(node) not in known or id(target) not in known
+        ]
         if not targets and isinstance(node, Task):
             lines.append(f"{_text(node)} {reason}")
         queue += targets

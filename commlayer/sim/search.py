@@ -4,8 +4,11 @@
 taken only where a later step races with the one taken there (Flanagan and
 Godefroid, "Dynamic partial-order reduction", 2005), and never where it repeats
 an explored order of commuting steps (sleep sets, Godefroid 1996).  What a step
-touches is known once it has run.  With a bound on preemptions nothing is
-pruned, since a pruned schedule may stand for one within the bound.
+touches is known once it has run.  With a bound nothing is pruned, since a pruned
+schedule may stand for one within the bound.  The bound counts preemptions
+(switches away from an actor that could go on), or every deviation from the
+default schedule (Emmi et al., "Delay-bounded scheduling", 2011), which also
+counts the choice of who goes next when the last one blocks.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class Sampling(Search):
 class _Node:
     """A choice on the current path.  `actors` is empty for a choice of behaviour."""
 
-    __slots__ = ("actors", "choice", "footprint", "options", "preemptions", "preempts", "sleep",
+    __slots__ = ("actors", "choice", "costs", "footprint", "options", "sleep", "spent",
                  "wanted")  # fmt: skip
 
     def __init__(self, options: int) -> None:
@@ -61,28 +64,32 @@ class _Node:
         self.wanted: set[int] = set()
         self.sleep: dict[int, tuple[int, int]] = {}
         self.footprint = (-1, 0)
-        self.preempts = False
-        self.preemptions = 0
+        self.costs = False
+        self.spent = 0
 
 
 class DepthFirst(Search):
     """The tree of choices, one path at a time."""
 
-    def __init__(self, preemptions: int | None = None) -> None:
-        self.preemptions = preemptions
+    def __init__(self, *, preemptions: int | None = None, deviations: int | None = None) -> None:
+        if preemptions is not None and deviations is not None:
+            raise ValueError("bound preemptions or deviations, not both")
+        self._limit = deviations if preemptions is None else preemptions
+        self._counts_all = deviations is not None
         self.path: list[_Node] = []
         self._started = False
-        self.bound = (
-            "every schedule up to commuting steps"
-            if preemptions is None
-            else f"every schedule of at most {preemptions} preemptions"
-        )
+        self.bound = "every schedule up to commuting steps"
+        if self._limit is not None:
+            what = "deviations from the default schedule" if self._counts_all else "preemptions"
+            self.bound = f"every schedule of at most {self._limit} {what}"
 
     def next(self) -> Choices | None:
         if self._started and not self._advance():
             return None
         self._started = True
-        return _Reducing(self.path) if self.preemptions is None else _Bounded(self.path)
+        if self._limit is None:
+            return _Reducing(self.path)
+        return _Bounded(self.path, self._counts_all)
 
     def _advance(self) -> bool:
         while self.path:
@@ -95,15 +102,13 @@ class DepthFirst(Search):
         return False
 
     def _following(self, node: _Node) -> int | None:
-        if not node.actors:
-            return node.choice + 1 if node.choice + 1 < node.options else None
-        if self.preemptions is None:
+        if self._limit is None and node.actors:
             node.sleep[node.actors[node.choice]] = node.footprint
             for choice, actor in enumerate(node.actors):
                 if actor in node.wanted and actor not in node.sleep:
                     return choice
             return None
-        spent = node.preempts and node.preemptions >= self.preemptions
+        spent = self._limit is not None and node.costs and node.spent >= self._limit
         return node.choice + 1 if node.choice + 1 < node.options and not spent else None
 
 
@@ -124,27 +129,35 @@ class _Path(Choices):
 
 
 class _Bounded(_Path):
-    """Counts preemptions."""
+    """Counts preemptions, or every choice that is not the default one."""
 
-    def __init__(self, path: list[_Node]) -> None:
+    def __init__(self, path: list[_Node], counts_all: bool) -> None:
         super().__init__(path)
-        self._preemptions = 0
+        self._counts_all = counts_all
+        self._spent = 0
 
     def schedule(self, enabled: Sequence[Actor], continues: bool) -> int:
         if len(enabled) == 1:
             return 0
         if self._depth == len(self._path):
             node = _Node(len(enabled))
-            node.actors = [actor.index for actor in enabled]
-            node.preempts = continues
-            node.preemptions = self._preemptions
+            node.costs = self._counts_all or continues
+            node.spent = self._spent
             self._path.append(node)
         node = self._path[self._depth]
         self._depth += 1
-        if node.choice and node.preempts:
-            self._preemptions += 1
+        self._spent += bool(node.choice and node.costs)
         self.taken.append(node.choice)
         return node.choice
+
+    def pick(self, options: int) -> int:
+        fresh = self._depth == len(self._path)
+        choice = super().pick(options)
+        node = self._path[self._depth - 1]
+        if fresh:
+            node.costs, node.spent = self._counts_all, self._spent
+        self._spent += bool(choice and node.costs)
+        return choice
 
 
 class _Reducing(_Path):

@@ -223,8 +223,8 @@ class _Kernel(Item):
         self.world = world
         self.memory = memory_bit(device.rank.index)
         self.site = site() if world.explain else ""
-        self.reads = [Buffer(world, t, what, hold=False, arena=arena) for t in reads]
-        self.writes = [Buffer(world, t, what, hold=False, arena=arena) for t in writes]
+        self.reads = [Buffer(world, t, self.describe, hold=False, arena=arena) for t in reads]
+        self.writes = [Buffer(world, t, self.describe, hold=False, arena=arena) for t in writes]
         self.views = [
             (t.data_ptr(), t.numel() * t.element_size(), t.dtype, t.shape)
             for t in (*reads, *writes)

@@ -15,6 +15,7 @@ from commlayer.semantics import (
     OperationSemantics,
     Order,
     PeerLoss,
+    PostMayBlock,
     Progress,
     Semantics,
     SourceLifetime,
@@ -25,7 +26,7 @@ from commlayer.sim.failure import FailureKind
 from commlayer.sim.lane import Broadcast, Lane
 from commlayer.sim.memory import Buffer
 from commlayer.sim.operation import Operation, SimWork
-from commlayer.sim.profiles import PostBlocks, Profile
+from commlayer.sim.profiles import Profile
 from commlayer.sim.streams import SimStream
 from commlayer.sim.world import EVERYTHING, Actor, World, memory_bit, program_bit
 
@@ -43,7 +44,8 @@ class Network:
         self.endpoints: dict[tuple[str, int], SimEndpoint] = {}
         self.lanes: dict[tuple[str, int, int, int], Lane] = {}
         self.broadcasts: dict[tuple[str, int], Broadcast] = {}
-        self.connected: set[tuple[int, int]] = set()
+        self.broken: dict[str, str] = {}
+        self.connected: set[tuple[str, int, int]] = set()
         self.dead: set[int] = set()
         self.inside: defaultdict[int, int] = defaultdict(int)
         self._autonomous = profile.semantics.progress is Progress.AUTONOMOUS
@@ -127,13 +129,17 @@ class SimEndpoint(Endpoint):
         self.world = network.world
         self.name = name
         self.rank = rank
-        self.broken = ""
         self.rank_object: Rank = network.world.ranks[rank]
         self._opener = network.world.running
         self._outstanding: defaultdict[tuple[str, int], list[Operation]] = defaultdict(list)
         self._broadcasts = 0
         self._stream: SimStream | None = None
         self._pending: list[Operation] = []
+
+    @property
+    def broken(self) -> str:
+        """Why the communicator can no longer be used, if so."""
+        return self.network.broken.get(self.name, "")
 
     @property
     def stream(self) -> SimStream:
@@ -187,7 +193,7 @@ class SimEndpoint(Endpoint):
         streamed = facts.order is Order.IN_ORDER_STREAM
         keeps = facts.dropped_work is DroppedWork.CONTINUES and not streamed
         rank = self.rank_object
-        operation.buffer = Buffer(world, tensor, operation.what, hold=keeps, arena=rank.arena_used)
+        operation.buffer = Buffer(world, tensor, operation.describe, hold=keeps, arena=rank.arena_used)
         block = operation.buffer.block
         reads_source = kind == "send" or (kind == "broadcast" and peer == self.rank)
         if block is None and reads_source:
@@ -205,7 +211,7 @@ class SimEndpoint(Endpoint):
         owns = facts.dropped_work is DroppedWork.LOSES_MESSAGE
         work = SimWork(operation, tensor if owns else None)
         self.drive()
-        if facts.post_may_block and kind == "send":
+        if facts.post_may_block is not PostMayBlock.NEVER and kind == "send":
             self._block_post(operation)
         return work
 
@@ -243,22 +249,22 @@ class SimEndpoint(Endpoint):
         lane.post(operation)
 
     def _block_post(self, operation: Operation) -> None:
-        policy, pair = self.network.profile.post_blocks, (self.rank, operation.peer)
-        if policy is PostBlocks.FIRST_USE:
+        """Hold the caller up where the facts allow it; for every send that is the ordinary choice."""
+        pair = (self.name, self.rank, operation.peer)
+        if operation.facts.post_may_block is PostMayBlock.FIRST_USE:
             blocks = pair not in self.network.connected
             self.network.connected.add(pair)
-        elif policy is PostBlocks.FREE:
-            blocks = self.world.choose(2) == 1
         else:
-            blocks = policy is PostBlocks.ALWAYS
-        if blocks:
-            self.enter()
-            try:
-                self.world.block(
-                    lambda: operation.matched or operation.done(), "blocks while posting", operation
-                )
-            finally:
-                self.leave()
+            blocks = operation.kind == "send" and self.world.choose(2) == 0
+        if not blocks:
+            return
+        self.enter()
+        try:
+            self.world.block(
+                lambda: operation.matched or operation.done(), "blocks while posting", operation
+            )
+        finally:
+            self.leave()
 
     def _count(self, operation: Operation) -> None:
         limit = operation.facts.max_outstanding_per_pair
@@ -306,13 +312,16 @@ class SimEndpoint(Endpoint):
     def destroy(self, why: str) -> None:
         """Close every pair of the communicator, on all ranks."""
         self.world.touch(writes=EVERYTHING)
+        self.network.broken[self.name] = f"the group {self.name!r} was closed: {why}"
         for (name, _), endpoint in self.network.endpoints.items():
             if name != self.name:
                 continue
-            endpoint.broken = f"the group {self.name!r} was closed: {why}"
             for operation in endpoint._pending:
                 if not operation.done():
                     operation.error = endpoint.broken
+        for (name, *_), lane in self.network.lanes.items():
+            if name == self.name:
+                lane.stop()
         self.world.version += 1
 
     def pending(self) -> list[Operation]:
@@ -424,12 +433,13 @@ class SimBackend(Backend):
     plugin_api = (PLUGIN_API, PLUGIN_API)
     semantics = Semantics()
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, on: Profile | None = None) -> None:
         self.world = world
-        self.semantics = world.profile.semantics  # type: ignore[misc]
+        self.profile = on or world.profile
+        self.semantics = self.profile.semantics  # type: ignore[misc]
 
     def viability(self) -> Viability:
         return Viability(True, "the simulator runs anywhere")
 
     def open(self, world: BackendWorld, options: Mapping[str, Any]) -> Transport:
-        return SimTransport(self.world.network(), world.rank)
+        return SimTransport(self.world.network(self.profile), world.rank)

@@ -138,7 +138,13 @@ class Task(Actor):
         if self._parked is not None:
             self._parked.__exit__(None, None, None)
             self._parked = None
-        switch()
+        switched = self.world.switched
+        if switched is None:
+            switch()
+        else:
+            switched(self.rank)
+            switch()
+            switched(-1)
         if torch.is_inference_mode_enabled():
             self._parked = torch.inference_mode(False)
             self._parked.__enter__()
@@ -200,7 +206,13 @@ class World:
         self._issued = 0
         self._checks: list[Callable[[], object]] = []
         self._networks: dict[str, Network] = {}
-        self._clock = _Clock(self) if early_ticks else None
+        self._at_close: list[Callable[[], object]] = []
+        self.switched: Callable[[int], object] | None = None
+        """Called with a rank before one of its tasks runs, and with -1 after."""
+        self._clock: _Clock | None = None
+        if early_ticks:
+            self._clock = _Clock(self)
+            self.actors.remove(self._clock)
 
     # -- making ---------------------------------------------------------------
 
@@ -252,6 +264,10 @@ class World:
     def at_end(self, check: Callable[[], object]) -> None:
         """Call `check` at quiescence; it raises `AssertionError` or calls `fail`."""
         self._checks.append(check)
+
+    def at_close(self, call: Callable[[], object]) -> None:
+        """Call `call` when the world is closed, however it ended."""
+        self._at_close.append(call)
 
     # -- what tasks call ------------------------------------------------------
 
@@ -373,12 +389,16 @@ class World:
                     if enabled[0] is not last:
                         enabled.remove(last)
                         enabled.insert(0, last)
+            if self._clock is not None and self._clock.ready():
+                enabled.append(self._clock)
             actor = enabled[choices.schedule(enabled, continues)]
             if isinstance(actor, Task):
                 actor.yielded = False
             self.steps += 1
             if self.steps > self.max_steps:
                 raise StepBound
+            if self.log is not None:
+                self.note(actor.name, "step", actor.reason if isinstance(actor, Task) else "")
             if choices.follows:
                 self._followed_step(actor)
             else:
@@ -445,6 +465,10 @@ class World:
         self.actors.clear()
         self.ranks.clear()
         self._checks.clear()
+        for call in self._at_close:
+            call()
+        self._at_close.clear()
+        self.switched = None
 
     def _end_tasks(self) -> None:
         for actor in self.actors:

@@ -158,7 +158,9 @@ class Ledger:
         )
 
     def complete(self, operation: Operation, value: Any = None) -> bool:
-        """Settle as complete; `value` is what a receive yields.  False if already settled.
+        """Settle as complete, if no other part of it is pending.  False if already settled.
+
+        `value` is what a receive yields.
 
         A send whose source was overwritten in flight, where that is checked,
         settles as failed (LIFETIME) instead.
@@ -183,6 +185,9 @@ class Ledger:
             if operation.settled:
                 self._quarantine.pop(id(operation), None)
                 return False
+            operation.parts -= 1
+            if operation.parts and error is None:
+                return True
             operation.value = value
             operation.error = error
             operation.settled = True
@@ -195,6 +200,8 @@ class Ledger:
         event = operation.event
         if event is not None:
             event.set()
+        if operation.notify is not None:
+            operation.notify()
         return True
 
     def wait(self, operation: Operation, timeout: float | None) -> bool:
@@ -245,6 +252,7 @@ class Ledger:
     def _release(self, operation: Operation) -> None:
         operation.retained = ()
         operation.works = ()
+        operation.stream_work = None
         operation.fingerprint = None
         if operation.lane.direction == "send":
             self._sends -= 1

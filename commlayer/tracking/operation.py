@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from commlayer.errors import CommError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from commlayer.tracking.lifetime import Fingerprint
     from commlayer.tracking.runtime import Event
@@ -41,6 +41,10 @@ class Operation:
     The ledger settles it once, with a value or an error.  `retained` and `works` are the
     buffers and native works that must stay alive until then.  Settling may
     happen on any thread; reading the flags needs no lock.
+
+    An operation with a part on a device is complete when all its `parts` are.
+    `stream_work` is the device part once it is posted, and `notify` is called
+    when the operation is settled, for waits that look at more than that.
     """
 
     __slots__ = (
@@ -50,11 +54,14 @@ class Operation:
         "kind",
         "lane",
         "nbytes",
+        "notify",
+        "parts",
         "posted_at",
         "retained",
         "sequence",
         "settled",
         "site",
+        "stream_work",
         "value",
         "works",
     )
@@ -75,6 +82,9 @@ class Operation:
         self.value: Any = None
         self.event: Event | None = None
         self.works: Sequence[Any] = ()
+        self.parts = 1
+        self.notify: Callable[[], None] | None = None
+        self.stream_work: Any = None
 
     def describe(self) -> str:
         """The operation in words, as errors and reports print it."""

@@ -17,7 +17,7 @@ import torch
 
 from commlayer.backend import Endpoint
 from commlayer.errors import CommError, ErrorKind
-from commlayer.semantics import Poll, Progress, Semantics, Threads, WaitBlocks
+from commlayer.semantics import Poll, PostMayBlock, Progress, Semantics, Threads, WaitBlocks
 from commlayer.tracking.runtime import Event, Runtime, Task
 
 logger = logging.getLogger("commlayer")
@@ -328,6 +328,8 @@ def _waiter_obstacle(semantics: Semantics) -> str:
 def _polling_obstacle(semantics: Semantics) -> str:
     if semantics.p2p.poll is not Poll.EXACT:
         return f"polling needs poll = EXACT, declared is {semantics.p2p.poll.name}"
-    if semantics.p2p.post_may_block:
-        return "polling needs post_may_block = False"
+    if semantics.p2p.post_may_block is not PostMayBlock.NEVER:
+        return (
+            f"polling needs post_may_block = NEVER, declared is {semantics.p2p.post_may_block.name}"
+        )
     return ""

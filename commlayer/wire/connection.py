@@ -8,13 +8,15 @@ from typing import Any
 
 from commlayer.backend import Endpoint
 from commlayer.errors import CommError, CommTimeout, ErrorKind
+from commlayer.streams.side import DeviceSide
 from commlayer.tracking.ledger import Ledger
 from commlayer.tracking.operation import LaneKey, Operation
 from commlayer.tracking.progress import Driven, ProgressEngine
-from commlayer.tracking.runtime import Runtime
+from commlayer.tracking.runtime import Event, Runtime
 from commlayer.wire.control import (
     Bye,
     ByeAck,
+    Control,
     LaneBroken,
     LaneName,
     Taken,
@@ -68,6 +70,7 @@ class Connection:
         inline_bytes: int,
         unclaimed: int,
         serial: bool,
+        device: DeviceSide | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -75,6 +78,7 @@ class Connection:
         self.ledger = ledger
         self.progress = progress
         self.tags = tags
+        self.device = device
         self._endpoint = endpoint
         self._lock = runtime.lock()
         self._closed: CommError | None = None
@@ -88,6 +92,7 @@ class Connection:
             serial=serial,
             peer_failed=self._peer_failed,
             lane_broken=self._lane_broken,
+            device=device,
         )
         self.peers = {r: Peer(r, runtime) for r in range(size) if r != rank}
 
@@ -96,6 +101,21 @@ class Connection:
         for peer in self.peers.values():
             lane = self._recv_lane(peer, CONTROL_LANE)
             lane.claim(_ControlClaim(self, peer, lane))
+
+    def _block(self, event: Event, timeout: float) -> bool:
+        if self.device is None:
+            return self.progress.block(event, timeout)
+        return self.device.block(event, timeout)
+
+    def _part_from(self, peer: Peer) -> None:
+        peer.parted.set()
+        if self.device is not None:
+            self.device.notify()
+
+    def advance(self) -> None:
+        """Move what only the user's own calls may move.  Called in every one of them."""
+        if self.device is not None:
+            self.device.advance()
 
     @property
     def closed(self) -> CommError | None:
@@ -171,7 +191,7 @@ class Connection:
                 lane.fail(error, stuck=True)
             else:
                 lane.fail(error)
-        peer.parted.set()
+        self._part_from(peer)
 
     def _lane_broken(self, key: LaneKey, error: CommError) -> None:
         """Tell the sender that nothing it sends on this lane will be received."""
@@ -187,7 +207,7 @@ class Connection:
         peer.error = peer.error or error
         self._lose(peer, error)
 
-    def _control(self, peer: Peer, message: Bye | ByeAck | LaneBroken) -> None:
+    def _control(self, peer: Peer, message: Control) -> None:
         lane = self._send_lane(peer, CONTROL_LANE)
         try:
             lane.post(
@@ -203,7 +223,7 @@ class Connection:
         """An operation of the library's own, outside ledger and bounds."""
         return Operation(kind, key, 0, self.runtime.now())
 
-    def handle_control(self, peer: Peer, message: Bye | ByeAck | LaneBroken) -> None:
+    def handle_control(self, peer: Peer, message: Control) -> None:
         """Act on a control message of `peer`.  Called by the driver of its control lane."""
         taken: dict[LaneName, int] = {}
         if isinstance(message, LaneBroken):
@@ -241,7 +261,7 @@ class Connection:
                     lane.fail(error, stuck=False, since=taken.get(name, 0))
             self._control(peer, ByeAck(self._open_receives(peer), pending))
         self._part(peer, message)
-        peer.parted.set()
+        self._part_from(peer)
 
     def _open_receives(self, peer: Peer) -> tuple[Taken, ...]:
         with self._lock:
@@ -303,12 +323,18 @@ class Connection:
         undelivered = self._drain(deadline - min(1.0, timeout / 4))
         for peer in self.peers.values():
             self._say_bye(peer, closed)
+        self.advance()
         silent = []
         for peer in self.peers.values():
             remaining = max(0.0, deadline - self.runtime.now())
-            if not self.progress.block(peer.parted, remaining):
+            if not self._block(peer.parted, remaining):
                 silent.append(peer.rank)
         ended = self.progress.join(self._lanes(silent), deadline)
+        if self.device is not None:
+            self.device.advance()
+            present = {p.rank for p in self.peers.values() if not p.lost} - set(silent)
+            ended &= self.device.join(present, deadline)
+            self.device.stop()
         self.progress.stop()
         if undelivered:
             raise CommError(

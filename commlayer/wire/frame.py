@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Annotated
@@ -54,6 +54,8 @@ class Placement(IntEnum):
     EMPTY = 0
     INLINE = 1
     MESSAGE = 2
+    DEVICE = 3
+    """A message of its own, on the device transport."""
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -90,7 +92,15 @@ def capacity(inline_bytes: int) -> int:
 class Outgoing:
     """An encoded message, ready to be stamped and posted on any number of lanes."""
 
-    __slots__ = ("_body", "_head", "kind", "nbytes", "payload")
+    __slots__ = (
+        "_body",
+        "_head",
+        "device_payload",
+        "header_bytes",
+        "kind",
+        "nbytes",
+        "payload",
+    )
 
     def __init__(
         self,
@@ -99,10 +109,14 @@ class Outgoing:
         value: bytes,
         inline_bytes: int,
         step: int = -1,
+        on_device: Callable[[Tensor], bool] | None = None,
     ) -> None:
-        """`tensors` are contiguous; small ones are copied into the header, others posted."""
+        """`tensors` are contiguous; small ones are copied into the header, others posted.
+
+        Those that `on_device` names go to the device transport.
+        """
         sources = [as_bytes(tensor) for tensor in tensors]
-        placements = _place(sources, inline_bytes)
+        placements = _place(sources, inline_bytes, on_device)
         inline = [s for s, place in zip(sources, placements, strict=True) if place == 1]
         inline_size = sum(source.numel() for source in inline)
         metas = tuple(meta_of(tensor) for tensor in tensors)
@@ -114,10 +128,14 @@ class Outgoing:
         long = PREFIX_BYTES + len(body) > capacity(inline_bytes)
         self.kind = kind
         self.payload = [s for s, place in zip(sources, placements, strict=True) if place == 2]
+        self.device_payload = [
+            s for s, place in zip(sources, placements, strict=True) if place == 3
+        ]
         prefix = _PREFIX.pack(
             _MAGIC, WIRE_VERSION, kind, _LONG if long else 0, 0,
             len(body), inline_size, zlib.crc32(body),
         )  # fmt: skip
+        self.header_bytes = len(body)
         self._body = body if long else b""
         self._head = bytearray(prefix if long else prefix + body)
         if inline_size:
@@ -130,7 +148,8 @@ class Outgoing:
                 into.copy_(source)
                 offset += source.numel()
                 del into
-        self.nbytes = len(self._head) + len(self._body) + sum(p.numel() for p in self.payload)
+        self.nbytes = len(self._head) + len(self._body)
+        self.nbytes += sum(p.numel() for p in (*self.payload, *self.device_payload))
 
     def messages(self, sequence: int) -> list[Tensor]:
         """The native messages in order, with `sequence` written into a header of their own."""
@@ -143,13 +162,17 @@ class Outgoing:
         return messages
 
 
-def _place(sources: Sequence[Tensor], room: int) -> bytes:
+def _place(
+    sources: Sequence[Tensor], room: int, on_device: Callable[[Tensor], bool] | None
+) -> bytes:
     placements = bytearray(len(sources))
     for index, source in enumerate(sources):
         size = source.numel()
         if size == 0:
             continue
-        if size <= room and source.device.type == "cpu":
+        if on_device is not None and on_device(source):
+            placements[index] = Placement.DEVICE
+        elif size <= room:
             room -= size
             placements[index] = Placement.INLINE
         else:
@@ -231,7 +254,7 @@ def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: str) ->
         total += meta.nbytes
         if place == Placement.INLINE:
             inline += meta.nbytes
-        if place > Placement.MESSAGE or (place == Placement.EMPTY) != (meta.nbytes == 0):
+        if place > Placement.DEVICE or (place == Placement.EMPTY) != (meta.nbytes == 0):
             raise protocol_error(where, "the header places a tensor wrongly")
     if inline != prefix.inline:
         raise protocol_error(

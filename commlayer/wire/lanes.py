@@ -18,6 +18,7 @@ from torch import Tensor
 
 from commlayer.backend import Endpoint
 from commlayer.errors import CommError, ErrorKind
+from commlayer.streams.side import DeviceSide
 from commlayer.tracking.ledger import Ledger
 from commlayer.tracking.operation import LaneKey, Operation
 from commlayer.tracking.progress import NativeWork, Procedure, ProgressEngine
@@ -33,7 +34,7 @@ from commlayer.wire.frame import (
     decode_prefix,
     protocol_error,
 )
-from commlayer.wire.tensors import Limits, TensorMeta, as_bytes, from_meta
+from commlayer.wire.tensors import DTYPES, Limits, TensorMeta, as_bytes, from_meta
 from commlayer.wire.values import Parsed, parse
 
 
@@ -55,6 +56,7 @@ class LaneContext:
     serial: bool
     peer_failed: Callable[[int, Exception], CommError]
     lane_broken: Callable[[LaneKey, CommError], None]
+    device: DeviceSide | None = None
 
 
 class _Posted(NamedTuple):
@@ -115,9 +117,31 @@ class SendLane:
         operation.retained = messages
         failure, entries = self._post_all(operation, messages)
         if failure is None:
+            failure = self._post_device(operation, outgoing)
+        if failure is None:
             self._sequence += 1
             self._queue.append(_Posted(operation, entries, messages))
         return failure
+
+    def _post_device(self, operation: Operation, outgoing: Outgoing) -> Exception | None:
+        device = self._context.device
+        if device is None or not outgoing.device_payload:
+            return None
+        operation.parts = 2
+        operation.retained = (*operation.retained, *outgoing.device_payload)
+        try:
+            with device.lock:
+                lane = device.lane(self.key, self._device_failed)
+                lane.send(operation, outgoing.device_payload)
+            if outgoing.payload:
+                operation.stream_work = None
+        except Exception as error:
+            self._stranded.append((operation, outgoing))
+            return error
+        return None
+
+    def _device_failed(self, error: Exception) -> None:
+        self._context.peer_failed(self.key.peer, error)
 
     def _posted(self, failure: Exception | None) -> None:
         if failure is not None:
@@ -226,6 +250,10 @@ class Incoming:
         self.parsed = parsed
         self.tensors: list[Tensor | None] = []
 
+    def placed(self, where: Placement) -> list[int]:
+        """Indices of the tensors that travel as `where` says."""
+        return [index for index, place in enumerate(self.body.placements) if place == where]
+
 
 class Claim(Protocol):
     """A receive that was asked for."""
@@ -264,6 +292,7 @@ class RecvLane:
         self._wake = context.runtime.event()
         self._claims: deque[Claim] = deque()
         self._arrived: deque[Incoming] = deque()
+        self._deferred: deque[tuple[Claim | None, Incoming]] = deque()
         self._current: Claim | None = None
         self._expected = 0
         self._taken = 0
@@ -320,11 +349,7 @@ class RecvLane:
                 if incoming is None:
                     self._end()
                     return
-                missing = [
-                    index
-                    for index, place in enumerate(incoming.body.placements)
-                    if place == Placement.MESSAGE
-                ]
+                missing = incoming.placed(Placement.MESSAGE)
                 if not missing:
                     self._hand_over(incoming)
                     del incoming
@@ -377,6 +402,8 @@ class RecvLane:
             parsed = parse(body.value, len(body.tensors), limits, where)
         elif prefix.kind is Kind.TENSOR and len(body.tensors) != 1:
             raise protocol_error(where, "a tensor message must carry one tensor")
+        if self._context.device is None and Placement.DEVICE in body.placements:
+            raise protocol_error(where, "the message has device payload, this rank has no device")
         incoming = Incoming(prefix.kind, prefix.sequence, body, parsed)
         self._unpack_inline(incoming, PREFIX_BYTES + prefix.body)
         return incoming
@@ -386,7 +413,7 @@ class RecvLane:
         body = incoming.body
         with torch.inference_mode(False):
             for meta, place in zip(body.tensors, body.placements, strict=True):
-                if place == Placement.MESSAGE:
+                if place >= Placement.MESSAGE:
                     incoming.tensors.append(None)
                     continue
                 tensor = from_meta(meta, "cpu")
@@ -457,18 +484,65 @@ class RecvLane:
                 claim = self._claims.popleft()
             if claim is not None:
                 self._taken += 1
-        if claim is not None:
-            self._settle(claim, incoming)
+        self._settle(claim, incoming)
 
-    def _settle(self, claim: Claim, incoming: Incoming) -> None:
+    def _settle(self, claim: Claim | None, incoming: Incoming) -> None:
+        """Give `incoming` to `claim`, or throw it away where there is none or it is refused."""
+        device = self._context.device
+        if claim is not None and self._refused(claim, incoming):
+            claim = None
+        if device is not None and incoming.placed(Placement.DEVICE):
+            self._deferred.append((claim, incoming))
+            device.postpone(self)
+        elif claim is not None:
+            self._complete(claim, incoming)
+
+    def _refused(self, claim: Claim, incoming: Incoming) -> bool:
         operation = claim.operation
         if operation.settled:
-            return
+            return True
         operation.sequence = incoming.sequence
         error = claim.refusal(incoming)
         if error is not None:
             self._context.ledger.fail(operation, error)
-            return
+        return error is not None
+
+    def advance(self) -> None:
+        """Post the device receives of messages that were claimed, in the order of the lane.
+
+        Called under the device's lock.
+        """
+        device = self._context.device
+        assert device is not None
+        try:
+            while self._deferred:
+                self._receive_on(device, *self._deferred.popleft())
+        except Exception as error:
+            self._device_failed(error)
+
+    def _receive_on(self, device: DeviceSide, claim: Claim | None, incoming: Incoming) -> None:
+        buffers = []
+        for index in incoming.placed(Placement.DEVICE):
+            meta = incoming.body.tensors[index]
+            buffer = None if claim is None else claim.buffer(incoming, index)
+            if buffer is None:
+                with torch.inference_mode(False):
+                    fresh = device.device.empty(meta.shape, DTYPES[meta.dtype])
+                incoming.tensors[index] = fresh
+                buffer = as_bytes(fresh)
+            buffers.append(buffer)
+        if claim is None:
+            operation = Operation("discarded receive", self.key, 0, self._context.runtime.now())
+        else:
+            operation = claim.operation
+        lane = device.lane(self.key, self._device_failed)
+        lane.receive(operation, buffers, lambda: None if claim is None else claim.value(incoming))
+
+    def _device_failed(self, error: Exception) -> None:
+        self._context.peer_failed(self.key.peer, error)
+
+    def _complete(self, claim: Claim, incoming: Incoming) -> None:
+        operation = claim.operation
         try:
             value = claim.value(incoming)
         except CommError as failure:

@@ -132,6 +132,21 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def overlaps(tensor: Tensor) -> bool:
+    """Whether elements of a strided tensor may share memory.
+
+    True for an expanded tensor and for every other whose strides do not exceed
+    what the dimensions inside them span.
+    """
+    span = 1
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in strides if size > 1):
+        if stride < span:
+            return tensor.numel() > 0
+        span += stride * (size - 1)
+    return False
+
+
 def from_meta(meta: TensorMeta, device: torch.device | str) -> Tensor:
     """Allocate an uninitialised contiguous tensor on `device`; `meta` was checked."""
     return torch.empty(meta.shape, dtype=DTYPES[meta.dtype], device=device)

@@ -66,7 +66,7 @@ def ends(endings: list[Callable[[Communicator], None]]) -> None:
             send = comm.isend(torch.ones(LARGE), peer, tag=1)
             assert comm.recv(None, peer, tag=1).sum() == LARGE
             send.wait(20)
-    here.meet("connected")
+    here.meet("exchanged")
     here.say("ready")
     here.hear()
     endings[comm.rank](comm)
@@ -286,7 +286,6 @@ def test_ranks_that_are_multiprocessing_children_keep_their_codes(ranks: Ranks) 
 def store_of_rank_0() -> None:
     comm = here.connect()
     comm.irecv(None, 1 - comm.rank)
-    here.meet("connected")
     here.say("ready")
     here.hear()
     sys.exit(7)

@@ -5,7 +5,7 @@ milliseconds.  So the server imports everything once, starts no thread, and fork
 on request.  A rank leaves the server's loop, calls its function, and then ends as
 any Python program does: exit handlers and finalization included.
 
-The server ends, and its ranks with it, when its client closes the connection.
+The server ends when its client closes the connection, and the kernel then ends its ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ def main() -> Connection:
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     _preload()
     client = socket.socket(fileno=int(sys.argv[1]))
-    children: set[int] = set()
     while True:
         request, descriptors, _, _ = socket.recv_fds(client, 64, 2)
         if request == FORK:
@@ -54,18 +53,14 @@ def main() -> Connection:
             if pid == 0:
                 client.close()
                 return _settle(*descriptors)
-            children.add(pid)
             for descriptor in descriptors:
                 os.close(descriptor)
             client.send(str(pid).encode())
         elif request.startswith(REAP):
             pid = int(request[len(REAP) :])
             _, status = os.waitpid(pid, 0)
-            children.discard(pid)
             client.send(str(os.waitstatus_to_exitcode(status)).encode())
         else:
-            for pid in children:
-                os.killpg(pid, signal.SIGKILL)
             os._exit(0)
 
 

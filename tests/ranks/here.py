@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 from multiprocessing.connection import Connection
@@ -16,6 +17,7 @@ connection: Connection | None = None
 """The connection with the test; set by the fork server."""
 
 _store: Any = None
+_connections = itertools.count()
 
 
 def say(value: Any) -> None:
@@ -39,8 +41,13 @@ def world_size() -> int:
 
 
 def connect(**settings: Any) -> Communicator:
-    """A communicator of all ranks of this run, over gloo unless `settings` say otherwise."""
-    return commlayer.connect({"backend": "gloo", "connect_timeout": 20.0, **settings})
+    """A communicator of all ranks of this run, over gloo unless `settings` say otherwise.
+
+    Returns once every rank has connected, so that one may be stopped or killed from then on.
+    """
+    comm = commlayer.connect({"backend": "gloo", "connect_timeout": 20.0, **settings})
+    meet(f"connection {next(_connections)}")
+    return comm
 
 
 def store() -> Any:

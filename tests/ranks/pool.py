@@ -47,11 +47,11 @@ class ForkServer:
                     start_new_session=True,
                     env={**os.environ, "PYTHONPATH": os.pathsep.join(_search_path())},
                 )
-        socket.send_fds(self._socket, [request], descriptors)
-        answer = self._socket.recv(64)
-        if not answer:
-            raise RuntimeError("the fork server has died; see its output above")
-        return int(answer)
+        try:
+            socket.send_fds(self._socket, [request], descriptors)
+            return int(self._socket.recv(64))
+        except (OSError, ValueError) as error:
+            raise RuntimeError("the fork server has died; its error output says why") from error
 
     def fork(self, connection: int, output: int) -> int:
         """Fork a rank and return its process id."""

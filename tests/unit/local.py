@@ -32,6 +32,7 @@ from commlayer.semantics import (
     OperationSemantics,
     Order,
     Poll,
+    PostMayBlock,
     Progress,
     Semantics,
     Threads,
@@ -41,7 +42,7 @@ WAITED = Semantics(
     p2p=OperationSemantics(
         poll=Poll.NEVER_BEFORE_WAIT,
         dropped_work=DroppedWork.LOSES_MESSAGE,
-        post_may_block=False,
+        post_may_block=PostMayBlock.NEVER,
         order=Order.PER_TAG,
         max_outstanding_per_pair=0,
         completion=Completion.MATCHED,
@@ -100,6 +101,7 @@ class Hub:
         self.store = MemoryStore()
         self.violations: list[str] = []
         self.posted: Counter[str] = Counter()
+        self.closed: Counter[int] = Counter()
         self.most_outstanding = 0
         self._lock = threading.Lock()
         self._queues: dict[Any, deque[weakref.ref[Work]]] = defaultdict(deque)
@@ -126,9 +128,7 @@ class Hub:
         if source.tensor.numel() > target.tensor.numel():
             self.violations.append("a message is larger than the buffer of its receive")
             return
-        ctypes.memmove(
-            target.tensor.data_ptr(), source.tensor.data_ptr(), source.tensor.numel()
-        )
+        ctypes.memmove(target.tensor.data_ptr(), source.tensor.data_ptr(), source.tensor.numel())
         source.done.set()
         target.done.set()
 
@@ -178,7 +178,7 @@ class LocalEndpoint(Endpoint):
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
         with self._entered():
             work = self._hub.post("send", self._rank, dst, tag, tensor)
-        if self._hub.semantics.p2p.post_may_block:
+        if self._hub.semantics.p2p.post_may_block is not PostMayBlock.NEVER:
             work.done.wait()
         return work
 
@@ -200,6 +200,9 @@ class LocalEndpoint(Endpoint):
             if self._hub.semantics.p2p.poll is not Poll.EXACT:
                 self._hub.violations.append("a poll that is not EXACT was asked")
             return work.done.is_set()
+
+    def close(self) -> None:
+        self._hub.closed[self._rank] += 1
 
 
 class LocalTransport(Transport):

@@ -33,7 +33,9 @@ WHERE = "receive from rank 1"
 INLINE = 256
 
 
-def received(messages: list[Tensor], inline_bytes: int = INLINE) -> tuple[Prefix, Body, list[bytes]]:
+def received(
+    messages: list[Tensor], inline_bytes: int = INLINE
+) -> tuple[Prefix, Body, list[bytes]]:
     """Read `messages` as a receive lane does; also returns the bytes of every tensor."""
     queue = [bytes(message.tolist()) for message in messages]
     assert len(queue[0]) <= capacity(inline_bytes)
@@ -55,9 +57,11 @@ def received(messages: list[Tensor], inline_bytes: int = INLINE) -> tuple[Prefix
 
 
 tensors = st.builds(
-    lambda shape, dtype: torch.arange(max(1, torch.Size(shape).numel())).to(dtype)[
-        : torch.Size(shape).numel()
-    ].reshape(shape),
+    lambda shape, dtype: (
+        torch.arange(max(1, torch.Size(shape).numel()))
+        .to(dtype)[: torch.Size(shape).numel()]
+        .reshape(shape)
+    ),
     st.lists(st.integers(0, 9), max_size=3),
     st.sampled_from([torch.uint8, torch.float32, torch.bfloat16, torch.complex64, torch.bool]),
 )
@@ -100,7 +104,7 @@ def test_small_tensors_travel_inside_the_header_and_large_ones_in_their_own_memo
 
 def test_a_long_header_travels_in_two_messages_and_takes_nothing_inline() -> None:
     messages = Outgoing(Kind.OBJECT, [torch.ones(4)], bytes(5000), INLINE).messages(0)
-    assert [message.numel() for message in messages][0] == PREFIX_BYTES
+    assert messages[0].numel() == PREFIX_BYTES
     assert len(messages) == 3
     _, body, _ = received(messages)
     assert list(body.placements) == [Placement.MESSAGE]
@@ -177,7 +181,7 @@ BAD_BODIES = {
     "step beyond 64 bits": body(step=1.5),
     "placements missing": body(meta(), placements=b""),
     "placements in excess": body(placements=b"\x02"),
-    "unknown placement": body(meta(), placements=b"\x03"),
+    "unknown placement": body(meta(), placements=b"\x04"),
     "empty tensor with payload": body(meta(shape=(0,)), placements=b"\x02"),
     "tensor without its payload": body(meta(), placements=b"\x00"),
     "inline without bytes": body(meta(), placements=b"\x01"),
@@ -187,7 +191,9 @@ BAD_BODIES = {
     "hidden behind a zero": body(meta(shape=(0, 2**62, 2**62)), placements=b"\x00"),
     "negative extent": body(meta(shape=(-1,))),
     "two negative extents": body(meta(shape=(-1, -3))),
-    "extent beyond 64 bits": b"\x94\x91\x93\xa5uint8\x91\xcf" + b"\xff" * 8 + b"\xa3cpu\xc4\x01\x02\xff\xc4\x00",
+    "extent beyond 64 bits": b"\x94\x91\x93\xa5uint8\x91\xcf"
+    + b"\xff" * 8
+    + b"\xa3cpu\xc4\x01\x02\xff\xc4\x00",
     "fractional extent": body(meta(shape=(1.5,))),
     "boolean extent": body(meta(shape=(True,))),
     "too many dimensions": body(meta(shape=(1,) * 65)),
@@ -213,7 +219,7 @@ def test_the_largest_that_fits_the_limits_is_accepted_and_one_more_is_not() -> N
     prefix = decode_prefix(head(data), Limits(), WHERE)
     decode_body(prefix, memoryview(data), Limits(max_message_bytes=24, max_items=2), WHERE)
     for limits in (Limits(max_message_bytes=23), Limits(max_items=1)):
-        with pytest.raises(CommError, match="max_message_bytes|max_items|longer|length"):
+        with pytest.raises(CommError, match=r"max_message_bytes|length"):
             decode_body(prefix, memoryview(data), limits, WHERE)
 
 
@@ -258,7 +264,7 @@ def test_random_bytes_raise_nothing_else(data: bytes, honest: bool) -> None:
         prefix = decode_prefix(head(data) if honest else raw, Limits(), WHERE)
         decoded = decode_body(prefix, memoryview(data), Limits(), WHERE)
     except CommError as error:
-        assert error.kind is ErrorKind.PROTOCOL
+        assert error.kind is ErrorKind.PROTOCOL  # noqa: PT017
     else:
         assert sum(meta.nbytes for meta in decoded.tensors) <= Limits().max_message_bytes
 
@@ -271,8 +277,10 @@ def test_what_is_accepted_can_be_allocated(shape: list[int], dtype: str) -> None
     data = body(meta(dtype, shape), placements=bytes([0 if 0 in shape else 2]))
     limits = Limits(max_message_bytes=1 << 20)
     try:
-        decoded = decode_body(decode_prefix(head(data), limits, WHERE), memoryview(data), limits, WHERE)
+        decoded = decode_body(
+            decode_prefix(head(data), limits, WHERE), memoryview(data), limits, WHERE
+        )
     except CommError as error:
-        assert error.kind is ErrorKind.PROTOCOL
+        assert error.kind is ErrorKind.PROTOCOL  # noqa: PT017
     else:
         assert list(from_meta(decoded.tensors[0], "cpu").shape) == shape

@@ -86,7 +86,7 @@ def test_every_allowed_value_is_named() -> None:
         requires: Any = {"completion": {Completion.MATCHED, Completion.DELIVERED}}  # noqa: RUF012
 
     check_sound(Matched(), WAITED, "local")
-    with pytest.raises(CommError, match="completion = DELIVERED or MATCHED.*declares LOCAL"):
+    with pytest.raises(CommError, match=r"completion = DELIVERED or MATCHED.*declares LOCAL"):
         check_sound(Matched(), facts(completion=Completion.LOCAL), "local")
 
 

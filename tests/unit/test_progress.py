@@ -17,6 +17,7 @@ from commlayer.handle import Handle
 from commlayer.semantics import (
     OperationSemantics,
     Poll,
+    PostMayBlock,
     Progress,
     Semantics,
     Threads,
@@ -33,7 +34,7 @@ COMBINATIONS = [
         progress=progress,
     )
     for poll, blocks, may_block, threads, progress in product(
-        Poll, WaitBlocks, (False, True), Threads, Progress
+        Poll, WaitBlocks, PostMayBlock, Threads, Progress
     )
 ]
 
@@ -47,7 +48,7 @@ def waiters_are_sound(facts: Semantics) -> bool:
 
 
 def polling_is_sound(facts: Semantics) -> bool:
-    return facts.p2p.poll is Poll.EXACT and not facts.p2p.post_may_block
+    return facts.p2p.poll is Poll.EXACT and facts.p2p.post_may_block is PostMayBlock.NEVER
 
 
 def choose(preference: str, facts: Semantics) -> Any:

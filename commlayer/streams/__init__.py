@@ -1,0 +1,1 @@
+"""Device streams and events, and transports that complete on them."""

@@ -1,0 +1,127 @@
+"""The device side of a connection: one communicator per lane, in program order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from commlayer.semantics import PostMayBlock
+from commlayer.streams.backend import StreamTransport
+from commlayer.streams.device import DeviceRuntime
+from commlayer.streams.lane import DeviceLane
+from commlayer.tracking.ledger import Block, Ledger
+from commlayer.tracking.operation import LaneKey
+from commlayer.tracking.progress import PollingProgress, ProgressEngine
+from commlayer.tracking.runtime import Event, Runtime
+
+
+class Postponed(Protocol):
+    """A lane with device operations that wait for a call of the user."""
+
+    def advance(self) -> None:
+        """Post them, on the calling thread.  Called under the side's lock."""
+        ...
+
+
+class DeviceSide:
+    """Opens device lanes on demand and posts what has to be posted inside calls.
+
+    Device operations are posted under one lock, never by a driver: where a
+    header arrives in the background, its payload's receives wait for the next
+    call of the user.
+    """
+
+    def __init__(
+        self,
+        transport: StreamTransport,
+        post_may_block: PostMayBlock,
+        runtime: Runtime,
+        ledger: Ledger,
+        block: Block,
+    ) -> None:
+        self.device: DeviceRuntime = transport.device
+        self.post_may_block = post_may_block
+        self.lock = runtime.lock()
+        self.runtime = runtime
+        self.ledger = ledger
+        self.progress: ProgressEngine = PollingProgress(runtime, background=True)
+        self._host_block = block
+        self._transport = transport
+        self._lanes: dict[LaneKey, DeviceLane] = {}
+        self._postponed: deque[Postponed] = deque()
+        self._waiters: list[Event] = []
+
+    def lane(self, key: LaneKey, failed: Callable[[Exception], object]) -> DeviceLane:
+        """The device part of lane `key`.  Called under `lock`."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            flow = f"{key.channel}/{key.tag}/{'up' if self._goes_up(key) else 'down'}"
+            lane = self._lanes[key] = DeviceLane(
+                f"device {key}", key, self._transport.pair(flow, key.peer), self, failed
+            )
+        return lane
+
+    def _goes_up(self, key: LaneKey) -> bool:
+        """Whether the messages of lane `key` go from the lower rank to the higher one."""
+        return (self._transport.rank < key.peer) == (key.direction == "send")
+
+    def postpone(self, lane: Postponed) -> None:
+        """Have `lane` advance in the next call of the user.  Called by drivers."""
+        self._postponed.append(lane)
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake everybody in `wait_for`."""
+        for event in list(self._waiters):
+            event.set()
+
+    def block(self, event: Event, timeout: float | None) -> bool:
+        """Block until `event`, posting what is postponed meanwhile; False on timeout.
+
+        Whoever sets the event calls `notify`.
+        """
+        return self.wait_for(event.is_set, timeout)
+
+    def wait_for(self, ready: Callable[[], bool], timeout: float | None) -> bool:
+        """Block until `ready`, posting what is postponed meanwhile; False on timeout."""
+        deadline = None if timeout is None else self.runtime.now() + timeout
+        event = self.runtime.event()
+        self._waiters.append(event)
+        try:
+            while True:
+                event.clear()
+                self.advance()
+                if ready():
+                    return True
+                remaining = None if deadline is None else max(0.0, deadline - self.runtime.now())
+                if not self._host_block(event, remaining):
+                    self.advance()
+                    return ready()
+        finally:
+            self._waiters.remove(event)
+
+    def advance(self) -> None:
+        """Post what was postponed.  Called on the user's thread, in any call."""
+        while self._postponed:
+            try:
+                lane = self._postponed.popleft()
+            except IndexError:
+                return
+            with self.lock:
+                lane.advance()
+
+    def join(self, peers: set[int], deadline: float) -> bool:
+        """End the lanes with `peers`; False if device work is still pending at `deadline`."""
+        lanes = [lane for key, lane in self._lanes.items() if key.peer in peers]
+        for lane in lanes:
+            lane.finish()
+        return self.progress.join(list(lanes), deadline)
+
+    def stop(self) -> None:
+        self.progress.stop()
+
+    def close(self) -> None:
+        """Release every communicator."""
+        for lane in self._lanes.values():
+            lane.close()

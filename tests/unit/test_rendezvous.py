@@ -1,0 +1,158 @@
+"""Who connects with whom, and what ranks that disagree are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from local import SERIALIZED, WAITED, Hub, MemoryStore, connect_rank, on_every_rank
+from msgspec.structs import replace
+
+from commlayer.backend import World
+from commlayer.config import CommConfig
+from commlayer.errors import CommError, CommTimeout, ErrorKind
+from commlayer.rendezvous import Hello, agree, world_of_environment, world_of_group
+from commlayer.semantics import Completion
+from commlayer.tracking.runtime import ThreadRuntime
+
+HELLO = Hello(
+    wire_version=1,
+    backend="local",
+    channels=("data",),
+    inline_bytes=64,
+    allow_pickle=False,
+    facts=WAITED,
+    version="1.0",
+    host="here",
+    pid=1,
+)
+
+
+def outcomes(*hellos: Hello) -> list[Any]:
+    """What each rank learns from the hellos of all."""
+    hub = Hub(len(hellos))
+
+    def body(rank: int) -> Any:
+        try:
+            agree(World(rank, hub.size, hub.store, 20.0), hellos[rank], ThreadRuntime())
+        except CommError as error:
+            return error
+        return None
+
+    return on_every_rank(hub, body)
+
+
+def test_equal_ranks_agree_wherever_they_run() -> None:
+    assert outcomes(HELLO, replace(HELLO, host="there", pid=2, version="1.1")) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"inline_bytes": 65}, ["inline_bytes", "64", "65"]),
+        ({"wire_version": 2}, ["wire_version", "1", "2"]),
+        ({"backend": "other"}, ["backend", "'local'", "'other'"]),
+        ({"allow_pickle": True}, ["allow_pickle", "False", "True"]),
+        ({"channels": ("data", "x")}, ["channels", "('data',)", "('data', 'x')"]),
+        ({"facts": SERIALIZED}, ["facts.p2p.poll", "never_before_wait", "exact"]),
+        (
+            {"facts": replace(WAITED, p2p=replace(WAITED.p2p, completion=Completion.LOCAL))},
+            ["facts.p2p.completion", "matched", "local"],
+        ),
+    ],
+)
+def test_what_differs_is_named_on_both_ranks_with_both_values(
+    changed: dict[str, Any], named: list[str]
+) -> None:
+    for error in outcomes(HELLO, replace(HELLO, host="there", pid=2, **changed)):
+        assert error.kind is ErrorKind.CONFIG
+        for text in (*named, "rank 0", "rank 1", "pid 1 on here", "pid 2 on there"):
+            assert text in str(error)
+
+
+def test_the_rank_that_differs_is_found_among_several() -> None:
+    errors = outcomes(HELLO, HELLO, replace(HELLO, inline_bytes=1))
+    assert all("rank 2" in str(error) for error in errors)
+
+
+def test_absent_ranks_are_named() -> None:
+    hub = Hub(4)
+    hub.store.set("hello/2", b"")
+    with pytest.raises(CommTimeout, match=r"rank 1, 3 of 4 did not connect within 0\.01 s"):
+        agree(World(0, 4, hub.store, 0.01), HELLO, ThreadRuntime())
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode({"wire_version": 1})])
+def test_a_hello_of_another_kind_of_version_is_an_error_that_names_the_rank(data: bytes) -> None:
+    store = MemoryStore()
+    store.set("hello/1", data)
+    with pytest.raises(CommError, match="rank 1 runs a commlayer that says hello differently"):
+        agree(World(0, 2, store, 5.0), HELLO, ThreadRuntime())
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ([{"inline_bytes": 100}, {"inline_bytes": 200}], "inline_bytes: (100|200) and (100|200)"),
+        ([{}, {"allow_pickle": True}], "allow_pickle"),
+        ([{}, {"channels": ("extra",)}], "channels"),
+        ([{}, {"semantics": SERIALIZED}], r"facts\.p2p\.poll"),
+    ],
+)
+def test_ranks_that_disagree_do_not_connect(settings: list[Any], named: str) -> None:
+    hub = Hub(2)
+
+    def body(rank: int) -> None:
+        with pytest.raises(CommError, match=named) as caught:
+            connect_rank(hub, rank, **settings[rank])
+        assert caught.value.kind is ErrorKind.CONFIG
+
+    on_every_rank(hub, body)
+    assert hub.posted.total() == 0
+
+
+def test_the_order_in_which_channels_are_named_does_not_matter() -> None:
+    hub = Hub(2)
+    names = [("x", "y"), ("y", "x")]
+
+    def body(rank: int) -> Any:
+        with connect_rank(hub, rank, channels=names[rank]) as comm:
+            comm.channel("x").isend_object(f"x of {rank}", 1 - rank)
+            comm.channel("y").isend_object(f"y of {rank}", 1 - rank)
+            return comm.channel("y").recv_object(1 - rank), comm.channel("x").recv_object(1 - rank)
+
+    assert on_every_rank(hub, body) == [("y of 1", "x of 1"), ("y of 0", "x of 0")]
+
+
+ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"RANK": None}, "RANK not set"),
+        ({"RANK": None, "MASTER_PORT": None}, "RANK, MASTER_PORT not set"),
+        ({"RANK": "one"}, "RANK = 'one' is not a number"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE = '' is not a number"),
+        ({"RANK": "2"}, "RANK = 2 is not in a world of 2"),
+        ({"RANK": "-1"}, "RANK = -1 is not in a world of 2"),
+        ({"WORLD_SIZE": "0"}, "not in a world of 0"),
+    ],
+)
+def test_an_unusable_environment_is_named(
+    changed: dict[str, str | None], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in (ENVIRONMENT | changed).items():
+        if value is None:
+            monkeypatch.delenv(key, raising=False)
+        else:
+            monkeypatch.setenv(key, value)
+    with pytest.raises(CommError, match=named) as caught:
+        world_of_environment(CommConfig())
+    assert caught.value.kind is ErrorKind.CONFIG
+
+
+def test_a_group_needs_torch_distributed() -> None:
+    with pytest.raises(CommError, match=r"not initialised.*init_process_group"):
+        world_of_group(CommConfig(), None)
