@@ -552,6 +552,7 @@ class Communicator:
         now = self._connection.runtime.now
         handle: Handle
         if self.world_size == 1:
+            contents(self._make(name, LaneKey(channel, src, "send", BROADCAST)))
             handle = CompositeHandle((), now, lambda: value)
         elif src == self.rank:
             operations = [

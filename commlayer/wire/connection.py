@@ -34,6 +34,8 @@ logger = logging.getLogger("commlayer")
 class Peer:
     """One other rank: its lanes, and why nothing more can be posted to it, if so.
 
+    `told` says that it was sent a goodbye.
+
     `parted` is set once nothing more is to be learnt from it: it has answered
     the goodbye, has said its own, or is lost.
     """
@@ -44,6 +46,7 @@ class Peer:
         self.receives: dict[LaneName, RecvLane] = {}
         self.error: CommError | None = None
         self.lost = False
+        self.told = False
         self.parted = runtime.event()
 
     def lanes(self) -> list[SendLane | RecvLane]:
@@ -82,6 +85,7 @@ class Connection:
         self._endpoint = endpoint
         self._lock = runtime.lock()
         self._closed: CommError | None = None
+        self._closing = False
         self._context = LaneContext(
             runtime=runtime,
             ledger=ledger,
@@ -304,17 +308,28 @@ class Connection:
         True if every lane has ended, so that the transport can be released now.
         Raises `CommError` (CLOSED) naming what is undelivered, or `CommTimeout`
         naming peers that did not answer; the connection is closed all the same.
+        A close that was interrupted is taken up by the next one; otherwise a
+        second one does nothing.
         """
         with self._lock:
-            if self._closed is not None:
+            if self._closing:
                 return False
-            self._closed = CommError(
+            self._closing = True
+            closed = self._closed = self._closed or CommError(
                 ErrorKind.CLOSED,
                 "communicator",
                 f"rank {self.rank} has closed it",
                 "Create a new one by connect()",
             )
-        closed = self._closed
+        try:
+            return self._end(closed, timeout)
+        except CommError:
+            raise
+        except BaseException:
+            self._closing = False
+            raise
+
+    def _end(self, closed: CommError, timeout: float) -> bool:
         deadline = self.runtime.now() + timeout
         for peer in self.peers.values():
             for lane in list(peer.sends.values()):
@@ -363,8 +378,9 @@ class Connection:
             sends = list(peer.sends.items())
         for receiving in receives:
             receiving.sink(closed)
-        if peer.error is not None:
+        if peer.error is not None or peer.told:
             return
+        peer.told = True
         pending = tuple(
             name for name, lane in sends if lane.pending and not lane.stuck and name != CONTROL_LANE
         )
@@ -390,6 +406,7 @@ class Connection:
 
     def forsake(self, error: CommError) -> None:
         """Close without any native call: after a fork, in the child."""
+        self._closing = True
         self._closed = error
 
 

@@ -276,9 +276,11 @@ def interrupted_close() -> None:
     with pytest.raises(KeyboardInterrupt):
         comm.close(1000)
     here.say("interrupted")
+    comm.close()
+    assert comm.ledger.snapshot().sends == 0
 
 
-def test_ctrl_c_interrupts_a_close(ranks: Ranks) -> None:
+def test_ctrl_c_interrupts_a_close_and_the_next_one_goes_on(ranks: Ranks) -> None:
     first, second = ranks.spawn(interrupted_close, 2)
     second.hear()
     first.say("close")

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_schedule import both, schedules
+from test_deadlocks import both, schedules
 
 from commlayer.pipeline.plans import pipeline_schedules
 from commlayer.pipeline.schedule import Action, Kind, Schedule, check
@@ -16,7 +16,7 @@ from commlayer.semantics import WaitBlocks
 from commlayer.sim import Profile, Rank, World, filled
 from commlayer.sim.choices import ReplayChoices
 from commlayer.sim.failure import FailureKind
-from commlayer.sim.profiles import GLOO, HCCL
+from commlayer.sim.profiles import GLOO, HCCL, NCCL, XCCL
 
 
 class Caller:
@@ -114,3 +114,17 @@ def test_deadlocks_of_the_pipeline() -> None:
 )
 def test_any_schedule(lists: list[Schedule], data: Profile, fold: Profile) -> None:
     agrees(lists, {"data": data, "fold": fold})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    schedules(broadcasts=False, groups=False),
+    st.sampled_from([NCCL, XCCL]),
+    st.sampled_from([GLOO, HCCL, NCCL, XCCL]),
+)
+def test_no_deadlock_is_missed_where_a_post_may_block(
+    lists: list[Schedule], data: Profile, fold: Profile
+) -> None:
+    profiles = {"data": data, "fold": fold}
+    verdict = check(lists, {channel: on.semantics for channel, on in profiles.items()})
+    assert verdict.stuck or simulated(lists, profiles) is None

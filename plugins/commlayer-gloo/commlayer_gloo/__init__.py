@@ -138,8 +138,8 @@ class GlooTransport(Transport):
             raise CommError(
                 ErrorKind.TIMEOUT,
                 f"gloo group {name!r}",
-                f"rank {self._world.rank} could not connect to all ranks within "
-                f"{self._world.connect_timeout:g} s ({error})",
+                f"rank {self._world.rank} could not connect to all ranks (limit "
+                f"{self._world.connect_timeout:g} s): {error}",
                 "See that every rank runs and that the hosts reach each other; "
                 "options = {interface = NAME} chooses the network interface",
             ) from error
