@@ -53,6 +53,13 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     max_inflight_bytes: Annotated[
         int, _key("Bound on bytes of sends in flight.", "bytes", ge=1)
     ] = 1 << 30
+    unbounded_channels: Annotated[
+        tuple[str, ...],
+        _key(
+            "Channels whose sends are never held up by the bounds: a virtual pipeline posts its "
+            "fold sends long before they are received."
+        ),
+    ] = ("fold",)
     on_full: Annotated[
         Literal["wait", "raise"],
         _key("At the bound a send waits for room (at most `full_timeout`), or raises at once."),
@@ -220,6 +227,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Values of ``COMMLAYER_<KEY>`` variables; lists are comma-separated, tables are JSON."""
     types = _known()
     keys = {ENVIRONMENT_PREFIX + key.upper(): key for key in types}
+    defaults = CommConfig()
+    lists = {key for key in types if isinstance(getattr(defaults, key), tuple)}
     values: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(ENVIRONMENT_PREFIX):
@@ -231,7 +240,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             raise _unknown(variable, "environment", list(keys))
         key = keys[variable]
         try:
-            if key == "channels":
+            if key in lists:
                 values[key] = tuple(part.strip() for part in text.split(",") if part.strip())
             elif key == "options":
                 values[key] = msgspec.json.decode(text, type=dict[str, Any])

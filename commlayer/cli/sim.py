@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from commlayer.cli._output import JSON, print_json, print_table
+from commlayer.cli.check import check
 
 if TYPE_CHECKING:
     from commlayer.sim.explorer import Report, Run
@@ -24,6 +25,7 @@ def register(app: typer.Typer) -> None:
     sim.command("list")(list_scenarios)
     sim.command()(explore)
     sim.command()(replay)
+    sim.command()(check)
     app.add_typer(sim, name="sim")
 
 
@@ -48,14 +50,22 @@ def list_scenarios(json: bool = JSON, module: list[str] = MODULE) -> None:
                     }
                     for s in found
                 ],
-                "profiles": {p.name: {"note": p.note, **p.semantics.facts()} for p in PROFILES.values()},
+                "profiles": {
+                    p.name: {"note": p.note, **p.semantics.facts()} for p in PROFILES.values()
+                },
             }
         )
         return
     print_table(
         ["scenario", "case", "ends in", "profiles", "what"],
         [
-            (s.name, s.case, s.expect.value if s.expect else "fine", s.profiles, s.doc.split("\n")[0])
+            (
+                s.name,
+                s.case,
+                s.expect.value if s.expect else "fine",
+                s.profiles,
+                s.doc.split("\n")[0],
+            )
             for s in found
         ],
     )
@@ -103,7 +113,9 @@ def explore(
         _write(trace, run)
     kind = report.failure.kind if report.failure else None
     if json:
-        print_json({**_report(report), "expected": found.expect, "as_expected": kind is found.expect})
+        print_json(
+            {**_report(report), "expected": found.expect, "as_expected": kind is found.expect}
+        )
     else:
         typer.echo(str(report))
         expected = found.expect.value if found.expect else "no failure"

@@ -148,6 +148,9 @@ class StageLoop(Generic[Batch]):
     That is why a rank must not stop with batches under way: its peers' messages
     would never be received.  `park` before idling.
 
+    What `compute` returns must not be overwritten before it was sent; an engine that
+    reuses its buffers takes `BatchCalls`, whose `run` gives the handle to wait for.
+
     For one thread at a time.
     """
 

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from commlayer.sim.world import World, site
 
 
-class _Writes(TorchDispatchMode):
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, world: World) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seen = world.writes_seen
 
     def __torch_dispatch__(

@@ -11,7 +11,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from commlayer.errors import CommError, ErrorKind
@@ -110,7 +110,6 @@ def run(
 def _no_garbage_collection() -> Iterator[Callable[[int], None]]:
     """Collect between schedules only: a work that a collection drops is a choice nobody made."""
     was = gc.isenabled()
-    gc.collect()
     gc.freeze()
     gc.disable()
 
@@ -184,12 +183,12 @@ def explore(
             if failure is not None:
                 break
         elapsed = time.perf_counter() - began
-        replay = ""
-        if failure is not None:
-            if shrink and failure.kind is not FailureKind.NONDETERMINISM:
-                taken = _shrink(scenario, on, taken, failure.kind, max_steps)
-                failure = _explained(scenario, on, taken).failure or failure
-            replay = f"{scenario.name}@{on.name}:{encode(taken)}"
+        explains = failure is not None and failure.kind is not FailureKind.NONDETERMINISM
+        if failure is not None and explains and shrink:
+            taken = _shrink(scenario, on, taken, failure.kind, max_steps)
+    if explains:
+        failure = _explained(scenario, on, taken).failure or failure
+    replay = f"{scenario.name}@{on.name}:{encode(taken)}" if failure else ""
     return Report(
         scenario.name, on.name, strategy, schedules, pruned, cut, exhausted and not cut,
         search.bound + f", budget {budget} schedules" * (not exhausted),
@@ -222,9 +221,10 @@ def _explained(
     It is run twice: what Python and torch do on first use may keep frames, and
     with them tensors, alive until the next garbage collection.
     """
-    run(scenario, on, ReplayChoices(choices), explain=True)
-    gc.collect()
-    return run(scenario, on, ReplayChoices(choices), explain=True, logged=logged)
+    with _no_garbage_collection():
+        run(scenario, on, ReplayChoices(choices), explain=True)
+        gc.collect()
+        return run(scenario, on, ReplayChoices(choices), explain=True, logged=logged)
 
 
 # -- searches -------------------------------------------------------------------
@@ -294,6 +294,3 @@ def _trimmed(choices: Sequence[int]) -> list[int]:
     while end and choices[end - 1] == 0:
         end -= 1
     return list(choices[:end])
-
-
-__all__ = ["Report", "Run", "explore", "replace", "replay", "run"]

@@ -79,8 +79,8 @@ class Injector(Actor):
 class Lane(Actor):
     """One pair's messages of one tag and direction, one transfer at a time."""
 
-    __slots__ = ("_eager", "_moving", "_network", "_order", "_phases", "_receiver", "_sender", "injector",
-                 "recvs", "sends", "wedged")  # fmt: skip
+    __slots__ = ("_eager", "_moving", "_network", "_order", "_phases", "_receiver", "_sender",
+                 "injector", "recvs", "sends", "wedged")  # fmt: skip
 
     def __init__(self, network: Network, name: str, sender: int, receiver: int, bits: int) -> None:
         facts = network.semantics.p2p

@@ -40,8 +40,8 @@ class Block:
     write; `incoming` describes a receive that has yet to be delivered here.
     """
 
-    __slots__ = ("allocated_at", "dead", "freed_at", "generation", "incoming", "nbytes",
-                 "offset", "recorded", "stream", "written", "written_at")  # fmt: skip
+    __slots__ = ("allocated_at", "dead", "freed_at", "generation", "incoming", "nbytes", "offset",
+                 "recorded", "stream", "written", "written_at")  # fmt: skip
 
     def __init__(self, offset: int, nbytes: int, stream: SimStream) -> None:
         self.offset = offset
@@ -166,8 +166,8 @@ class Buffer:
     tensor may die, and touching it then is a failure.
     """
 
-    __slots__ = ("_address", "_freed_at", "_generation", "_storage", "_tensor", "_what", "_world", "block",
-                 "issued", "nbytes", "storage_address")  # fmt: skip
+    __slots__ = ("_address", "_freed_at", "_generation", "_storage", "_tensor", "_what", "_world",
+                 "block", "issued", "nbytes", "storage_address")  # fmt: skip
 
     def __init__(
         self,

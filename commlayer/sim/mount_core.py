@@ -68,7 +68,7 @@ def connect(rank: Rank, **config: Any) -> Communicator:
 
 
 def connect_device(rank: Rank, host: Profile, **config: Any) -> Communicator:
-    """As `connect`, on the device transport of the world's profile beside the host transport `host`."""
+    """As `connect`, on the device transport of the profile beside the host transport `host`."""
     world = rank.world
     registry = Registry(())
     registry.add_backend(SimBackend(world, host))

@@ -48,7 +48,7 @@ class SimProcessGroup(dist.ProcessGroup):
     """A process group whose collectives and sends go through one simulated communicator."""
 
     def __init__(self, rank: Rank, name: str) -> None:
-        super().__init__(rank.index, len(rank.world.ranks))
+        super().__init__(rank.index, len(rank.world.ranks))  # type: ignore[call-arg]
         self._ranks = len(rank.world.ranks)
         self._endpoint = rank.endpoint(name)
         self._gather = rank.endpoint(f"{name} all-gather")
@@ -63,11 +63,13 @@ class SimProcessGroup(dist.ProcessGroup):
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         return SimProcessGroupWork([self._endpoint.irecv(t, src, tag) for t in tensors], tensors)
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+    def broadcast(  # type: ignore[override]
+        self, tensors: list[torch.Tensor], opts: Any
+    ) -> dist.Work:
         works = [self._endpoint.broadcast(t, opts.rootRank) for t in tensors]
         return SimProcessGroupWork(works, tensors)
 
-    def allgather(
+    def allgather(  # type: ignore[override]
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """One broadcast from each rank."""

@@ -25,10 +25,10 @@ class Operation(Item):
     what its work means by completion.  What a poll says is none of them.
     """
 
-    __slots__ = ("began", "buffer", "complete", "delivered", "dropped_at", "endpoint", "error", "facts", "group",
-                 "kind", "lost", "matched", "number", "on_stream", "partner", "payload", "peer",
-                 "read", "reading", "snapshot", "started", "tag", "title", "waited",
-                 "waits", "what")  # fmt: skip
+    __slots__ = ("began", "buffer", "complete", "delivered", "dropped_at", "endpoint", "error",
+                 "facts", "group", "kind", "lost", "matched", "number", "on_stream", "partner",
+                 "payload", "peer", "read", "reading", "snapshot", "started", "tag", "title",
+                 "waited", "waits", "what")  # fmt: skip
 
     def __init__(
         self, endpoint: SimEndpoint, kind: str, peer: int, tag: int, facts: OperationSemantics

@@ -122,7 +122,8 @@ XCCL = Profile(
     "xccl",
     Semantics(
         p2p=msgspec.structs.replace(
-            _STREAM, post_may_block=PostMayBlock.ALWAYS, timeout=NativeTimeout.SAFE, errors_polled=False
+            _STREAM, post_may_block=PostMayBlock.ALWAYS, timeout=NativeTimeout.SAFE,
+            errors_polled=False,
         ),
         collective=msgspec.structs.replace(
             _STREAM, timeout=NativeTimeout.SAFE, errors_polled=False,
@@ -230,7 +231,9 @@ ADVERSARY_SERIAL = Profile(
 ADVERSARY_POLLED = Profile(
     "adversary_polled",
     Semantics(
-        p2p=OperationSemantics(poll=Poll.EXACT, post_may_block=PostMayBlock.NEVER, max_outstanding_per_pair=0),
+        p2p=OperationSemantics(
+            poll=Poll.EXACT, post_may_block=PostMayBlock.NEVER, max_outstanding_per_pair=0
+        ),
         tags=True,
     ),
     "the weakest facts under which polling can drive: one thread, progress only in its calls",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -55,7 +54,7 @@ class Rank:
         return SimTransport(self.world.network(on), self.index).endpoint(name)
 
     def spawn(self, function: Callable[[], object], name: str, *, daemon: bool = False) -> Task:
-        """Start a task of this rank; a world is not finished before its tasks that are no daemons."""
+        """Start a task of this rank; the world runs on until it ends unless it is a `daemon`."""
         return self.world.spawn(function, f"{self.name} {name}", rank=self.index, daemon=daemon)
 
     def lock(self) -> SimLock:

@@ -43,7 +43,7 @@ def scenario(
     """Register the decorated function as a scenario of its name."""
 
     def register(setup: Setup) -> Setup:
-        name = setup.__name__  # type: ignore[attr-defined]
+        name = setup.__name__
         _SCENARIOS[name] = Scenario(name, setup, expect, profiles, case, early_ticks)
         return setup
 

@@ -28,7 +28,7 @@ class Search:
         """The choices of the next run; ``None`` when everything was covered."""
         raise NotImplementedError
 
-    def done(self, length: int) -> None:  # noqa: B027
+    def done(self, length: int) -> None:
         """The last run made `length` choices."""
 
 
@@ -54,8 +54,7 @@ class Sampling(Search):
 class _Node:
     """A choice on the current path.  `actors` is empty for a choice of behaviour."""
 
-    __slots__ = ("actors", "choice", "costs", "footprint", "options", "sleep", "spent",
-                 "wanted")  # fmt: skip
+    __slots__ = ("actors", "choice", "costs", "footprint", "options", "sleep", "spent", "wanted")
 
     def __init__(self, options: int) -> None:
         self.options = options

@@ -68,7 +68,7 @@ class SimStream(Actor):
         if item.run():
             self.queue.popleft()
             while self.queue and not isinstance(self.queue[0], Item):
-                self.queue.popleft()()
+                self.queue.popleft()()  # type: ignore[operator]
 
     def enqueue(self, item: Item) -> None:
         self.queue.append(item)

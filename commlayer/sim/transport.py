@@ -193,7 +193,9 @@ class SimEndpoint(Endpoint):
         streamed = facts.order is Order.IN_ORDER_STREAM
         keeps = facts.dropped_work is DroppedWork.CONTINUES and not streamed
         rank = self.rank_object
-        operation.buffer = Buffer(world, tensor, operation.describe, hold=keeps, arena=rank.arena_used)
+        operation.buffer = Buffer(
+            world, tensor, operation.describe, hold=keeps, arena=rank.arena_used
+        )
         block = operation.buffer.block
         reads_source = kind == "send" or (kind == "broadcast" and peer == self.rank)
         if block is None and reads_source:
@@ -249,7 +251,7 @@ class SimEndpoint(Endpoint):
         lane.post(operation)
 
     def _block_post(self, operation: Operation) -> None:
-        """Hold the caller up where the facts allow it; for every send that is the ordinary choice."""
+        """Hold the caller up as the facts allow; where every send may, it ordinarily does."""
         pair = (self.name, self.rank, operation.peer)
         if operation.facts.post_may_block is PostMayBlock.FIRST_USE:
             blocks = pair not in self.network.connected
@@ -346,9 +348,9 @@ class SimEndpoint(Endpoint):
         if peer is not None:
             for other in peer.pending():
                 same_tag = not self.network.semantics.tags or other.tag == operation.tag
-                if other.kind == wanted and other.peer == self.rank and same_tag:
-                    if other.partner is None and other is not operation:
-                        return [] if other.started else [other]
+                unmatched = other.partner is None and other is not operation
+                if other.kind == wanted and other.peer == self.rank and same_tag and unmatched:
+                    return [] if other.started else [other]
         return list(tasks_of(self.world, operation.peer))
 
     def _broadcast_blockers(self, operation: Operation, group: Broadcast) -> list[object]:

@@ -84,8 +84,8 @@ class Actor:
 class Task(Actor):
     """A function that runs in a greenlet of its own, on behalf of a rank."""
 
-    __slots__ = ("_parked", "daemon", "error", "finished", "label", "on", "rank", "reason", "run", "spun",
-                 "spun_at", "spun_for", "stream", "until", "yielded")  # fmt: skip
+    __slots__ = ("_parked", "daemon", "error", "finished", "label", "on", "rank", "reason", "run",
+                 "spun", "spun_at", "spun_for", "stream", "until", "yielded")  # fmt: skip
 
     def __init__(
         self, world: World, function: Callable[[], object], name: str, rank: int, daemon: bool
@@ -234,7 +234,7 @@ class World:
         rank: int | None = None,
         daemon: bool = False,
     ) -> Task:
-        """Start a task.  It belongs to the rank of the calling task unless `rank` says otherwise."""
+        """Start a task, of the rank of the calling task unless `rank` says otherwise."""
         if rank is None:
             rank = self.running.rank if self.running else -1
         return Task(self, function, name, rank, daemon)

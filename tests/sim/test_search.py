@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from commlayer.sim.choices import Choices, Pruned, ReplayChoices, decode, encode
+from commlayer.sim.choices import Pruned
 from commlayer.sim.profiles import profile
 from commlayer.sim.rank import Rank, blank, filled
 from commlayer.sim.search import DepthFirst, Sampling, Search
@@ -88,7 +88,9 @@ def play(world: World, program: Program, seen: list[object]) -> None:
     seen.append(observed)
 
 
-def outcomes(search: Search, setup: Callable[[World, list[object]], None], on: str, limit: int = 20_000) -> set[str]:
+def outcomes(
+    search: Search, setup: Callable[[World, list[object]], None], on: str, limit: int = 20_000
+) -> set[str]:
     found: set[str] = set()
     for _ in range(limit):
         choices = search.next()

@@ -120,7 +120,7 @@ def kept_handle(world: World) -> None:
 
 
 def _reaped_on_poll(world: World, sends: int = 2) -> None:
-    """The sender keeps each send until its poll says yes, looked at before each post and at idle."""
+    """Each send is kept until its poll says yes, asked before each post and when idle."""
     kept: list[Any] = []
 
     def reap() -> None:
@@ -404,11 +404,14 @@ def one_thread_per_lane(world: World) -> None:
 
 def _batch(rank: Rank, *, receives_first: bool) -> None:
     data, peer = rank.endpoint(), 1 - rank.index
-    calls = [
-        lambda: data.recv(blank(), peer),
-        lambda: data.send(filled(1), peer),
-    ]
-    for call in calls if receives_first else reversed(calls):
+
+    def receive() -> None:
+        data.recv(blank(), peer)
+
+    def send() -> None:
+        data.send(filled(1), peer)
+
+    for call in (receive, send) if receives_first else (send, receive):
         call()
 
 
