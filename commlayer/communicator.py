@@ -523,7 +523,9 @@ class Communicator:
 
     def _admit(self, operation: Operation, outgoing: Outgoing) -> None:
         operation.nbytes = outgoing.nbytes
-        self.ledger.admit(operation, exempt=operation.lane.channel in self._session.config.unbounded_channels)
+        self.ledger.admit(
+            operation, exempt=operation.lane.channel in self._session.config.unbounded_channels
+        )
         if self._session.config.check_lifetime:
             operation.fingerprint = Fingerprint(outgoing.payload)
 

@@ -44,10 +44,11 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         _key("Channels beside the built-in `data`, `control`, `fold` and `broadcast`."),
     ] = ()
     connect_timeout: Annotated[
-        float, _key("How long connecting may wait for absent ranks.", "seconds", gt=0)
+        float, _key("How long connecting may wait for absent ranks.", "seconds", gt=0, le=1e9)
     ] = 60.0
     close_timeout: Annotated[
-        float, _key("Limit of `close()` without one, and at interpreter exit.", "seconds", ge=0)
+        float,
+        _key("Limit of `close()` without one, and at interpreter exit.", "seconds", ge=0, le=1e9),
     ] = 10.0
     max_inflight_ops: Annotated[int, _key("Bound on sends in flight.", "operations", ge=1)] = 4096
     max_inflight_bytes: Annotated[
@@ -65,7 +66,8 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         _key("At the bound a send waits for room (at most `full_timeout`), or raises at once."),
     ] = "wait"
     full_timeout: Annotated[
-        float, _key("How long a send waits for room before it raises FULL.", "seconds", ge=0)
+        float,
+        _key("How long a send waits for room before it raises FULL.", "seconds", ge=0, le=1e9),
     ] = 60.0
     retention: Annotated[
         str, _key("Retention policy by name: `hold_references` or `copy_on_post`.")

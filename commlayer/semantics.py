@@ -175,7 +175,7 @@ class OperationSemantics(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Whether posting may hold up the calling thread."""
     order: Order = Order.UNORDERED
     max_outstanding_per_pair: int = 1
-    """How many operations of one pair and direction may be in flight (0: no limit)."""
+    """How many operations of one pair, direction and tag may be in flight (0: no limit)."""
     completion: Completion = Completion.LOCAL
     size_mismatch: SizeMismatch = SizeMismatch.ABORTS
     source_lifetime: SourceLifetime = SourceLifetime.REFERENCE

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from commlayer.demo.model import split_layers
 from commlayer.demo.pipeline import RunStats
 from commlayer.demo.worker import Job, Report
 
@@ -28,9 +27,9 @@ class Spread:
 class Mode:
     """One way to run, in all rounds.
 
-    For each stage, `idle_share` is time blocked over time in all, and `core_share`
-    processor time over time not blocked: well under 1 when other programs took the
-    cores.
+    For each rank, `idle_share` is time not spent computing over time in all, and
+    `core_share` processor time over time of computing: well under 1 when other
+    programs took the cores.
     """
 
     tokens_per_second: Spread
@@ -49,13 +48,15 @@ class Answer:
 class Figures:
     """All that the demo prints.
 
-    `broadcasts` of `steps` shared tokens, the others sampled none.  Peaks are by
-    stage.  `overlapped`, `blocking` and `ratio` need at least one round.
+    `layers` are start and stop by stage, `ranks` the stages by rank.  `broadcasts`
+    of `steps` shared tokens, the others sampled none.  Peaks are by rank.
+    `overlapped`, `blocking` and `ratio` need at least one round.
     """
 
     model: str
     backend: str
     layers: list[tuple[int, int]]
+    ranks: list[list[int]]
     micro_batch: int
     in_flight: int
     rounds: int
@@ -81,6 +82,7 @@ def summarize(
     alone: tuple[list[list[int]], RunStats],
 ) -> Figures:
     """Put together what the ranks and the single process reported."""
+    topology = job.topology
     generated = reports[-1].tokens
     expected, alone_stats = alone
     measured = job.rounds > 0
@@ -89,7 +91,13 @@ def summarize(
     return Figures(
         model=model,
         backend=job.config.backend,
-        layers=[(r.start, r.stop) for r in split_layers(job.source.config, job.stages)],
+        layers=sorted(
+            (part.start, part.stop) for rank in range(topology.ranks) for part in job.layers(rank)
+        ),
+        ranks=[
+            [topology.chunk(v, rank) for v in range(topology.virtual_stages)]
+            for rank in range(topology.ranks)
+        ],
         micro_batch=job.limits.micro_batch,
         in_flight=job.limits.in_flight,
         rounds=job.rounds,
@@ -121,11 +129,9 @@ def _rate(ranks: Sequence[RunStats]) -> float:
 
 
 def _mode(rounds: Sequence[Sequence[RunStats]]) -> Mode:
-    stages = list(zip(*rounds, strict=True))
+    by_rank = list(zip(*rounds, strict=True))
     return Mode(
         tokens_per_second=Spread.of([_rate(ranks) for ranks in rounds]),
-        idle_share=[Spread.of([run.idle / run.seconds for run in stage]) for stage in stages],
-        core_share=[
-            Spread.of([run.cpu / (run.seconds - run.idle) for run in stage]) for stage in stages
-        ],
+        idle_share=[Spread.of([1 - run.busy / run.seconds for run in runs]) for runs in by_rank],
+        core_share=[Spread.of([run.cpu / run.busy for run in runs]) for runs in by_rank],
     )

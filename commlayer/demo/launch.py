@@ -10,27 +10,29 @@ from multiprocessing.context import SpawnProcess
 import torch
 
 from commlayer.demo.pipeline import Alone, Pipeline, RunStats
-from commlayer.demo.weights import Progress, load_stage
+from commlayer.demo.weights import Progress, load_stages
 from commlayer.demo.worker import Doing, Failed, Job, Message, Report, main
 from commlayer.errors import CommError, ErrorKind
+from commlayer.pipeline.topology import LinearTopology
 
 STALL_SECONDS = 120.0
 """A run in which no rank says anything for so long is ended."""
 
 
 def run_stages(job: Job, progress: Progress) -> list[Report]:
-    """Run `job` on one process a stage and return what each reported, by rank.
+    """Run `job` on one process a rank and return what each reported, by rank.
 
     No process outlives the call.
     Raises `CommError` when a rank fails, dies or falls silent.
     """
-    progress(f"Starting {job.stages} stages", 0, 0)
+    size = job.topology.ranks
+    progress(f"Starting {size} processes", 0, 0)
     context = multiprocessing.get_context("spawn")
     port = _free_port()
     ranks: dict[Connection, int] = {}
     processes: list[SpawnProcess] = []
     try:
-        for rank in range(job.stages):
+        for rank in range(size):
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=main, args=(rank, job, port, there), daemon=True)
             process.start()
@@ -40,7 +42,7 @@ def run_stages(job: Job, progress: Progress) -> list[Report]:
         reports = _collect(ranks, progress)
         for process in processes:
             process.join(job.config.close_timeout)
-        return [reports[rank] for rank in range(job.stages)]
+        return [reports[rank] for rank in range(size)]
     finally:
         for process in processes:
             process.kill()
@@ -84,7 +86,7 @@ def run_alone(job: Job, progress: Progress) -> tuple[list[list[int]], RunStats]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        stage = load_stage(job.source, range(job.source.config.layers))
+        stages = load_stages(job.source, [range(job.source.config.layers)])
         scheduler = job.scheduler()
         budget = job.token_budget
 
@@ -92,7 +94,7 @@ def run_alone(job: Job, progress: Progress) -> tuple[list[list[int]], RunStats]:
             progress("Checking with a single process", count, budget)
 
         tell(0)
-        stats = Pipeline(Alone(), stage, scheduler, on_step=tell).run()
+        stats = Pipeline(Alone(), LinearTopology(1), stages, scheduler, on_step=tell).run()
         return scheduler.generated(), stats
     finally:
         torch.set_num_threads(threads)

@@ -1,10 +1,11 @@
-"""One stage's loop: receive, compute, send on, and pass the sampled tokens back."""
+"""One rank's run: its stages for every step of every micro-batch, and the sampled tokens."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,17 +15,13 @@ from torch import Tensor
 from commlayer.demo.model import KVCache, Span, Stage
 from commlayer.demo.schedule import MicroBatch, Scheduler, Step
 from commlayer.handle import CompositeHandle, Handle
+from commlayer.pipeline.loop import Activation, Channels, StageLoop
+from commlayer.pipeline.topology import Topology
 
 
-class Link(Protocol):
-    """What a stage needs of a `commlayer.Communicator`."""
+class Link(Channels, Protocol):
+    """What a rank needs of a `commlayer.Communicator`."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    def isend_tensor_dict(self, tensor_dict: dict[str, Tensor], dst: int) -> Handle: ...
-    def irecv_tensor_dict(self, src: int) -> Handle: ...
     def broadcast(self, tensor: Tensor, src: int, async_op: bool) -> Any: ...
 
 
@@ -32,12 +29,11 @@ class Link(Protocol):
 class RunStats:
     """What one run of all requests took on one rank.  Seconds and tokens.
 
-    `idle` is the time spent blocked on a receive, a send or a broadcast, `cpu` the
-    processor time of all threads.
+    `busy` is the time spent computing, `cpu` the processor time of that.
     """
 
     seconds: float
-    idle: float
+    busy: float
     cpu: float
     tokens: int
     steps: int
@@ -46,144 +42,146 @@ class RunStats:
 
 @dataclass
 class _Turn:
-    """A micro-batch on this rank, between two of its steps."""
+    """A micro-batch on this rank, its step under way, and the tokens which that gave."""
 
     batch: MicroBatch
     step: Step | None = None
-    planned: bool = False
-    arriving: Handle | None = None
     tokens: Tensor | None = None
-    tokens_arriving: Handle | None = None
+    arriving: Handle | None = None
+
+    @property
+    def tokens_known(self) -> bool:
+        return self.arriving is None or self.arriving.is_completed()
 
 
 class Pipeline:
-    """Runs this rank's stage for every step that the scheduler plans.
+    """Runs this rank's stages, in the order of `topology`, for every step that is planned.
 
-    Overlapped, a rank sends and forgets, asks for the next activations before it
-    computes, and waits for a micro-batch's tokens only when that micro-batch is
-    due again.  Blocking, it waits for each send, receive and broadcast where it
-    posts it.  Both compute the same.  `on_step` is told after each step how many
-    tokens there are so far.
+    Overlapped, a micro-batch's next step begins as soon as the tokens of its last
+    one are known, while others are under way, and a rank waits only when it has
+    nothing to compute.  Blocking, a rank finishes its part of one step, its send
+    and its broadcast included, before it begins the next.  Both compute the same.
+    `on_step` is told after each step how many tokens there are so far.
     """
 
     def __init__(
         self,
         comm: Link,
-        stage: Stage,
+        topology: Topology,
+        stages: Sequence[Stage],
         scheduler: Scheduler,
         *,
         blocking: bool = False,
         on_step: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         self._comm = comm
-        self._stage = stage
+        self._topology = topology
+        self._stages = stages
         self._scheduler = scheduler
         self._blocking = blocking
         self._on_step = on_step
-        self._first = comm.rank == 0
-        self._last = comm.rank == comm.world_size - 1
-        self._caches: dict[int, KVCache] = {}
-        self._idle = 0.0
+        self._loop: StageLoop[_Turn] = StageLoop(comm, topology, self._compute)
+        self._caches: dict[int, list[KVCache]] = {}
+        self._busy = 0.0
+        self._cpu = 0.0
         self._tokens = 0
         self._steps = 0
         self._broadcasts = 0
 
     def run(self) -> RunStats:
         """Run until every request has ended."""
-        start, cpu_start = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
         with torch.inference_mode():
-            turns = deque(_Turn(batch) for batch in self._scheduler.batches)
-            while turns:
-                turn = turns.popleft()
-                self._prepare(turn)
-                if turn.step is None:
-                    continue
-                if turns and not self._blocking and self._tokens_known(turns[0]):
-                    self._prepare(turns[0])
-                self._compute(turn, turn.step)
-                self._on_step(self._tokens)
-                turns.append(turn)
+            due = deque(_Turn(batch) for batch in self._scheduler.batches)
+            while due or self._loop.pending:
+                while due and self._may_begin(due[0]):
+                    self._begin(due.popleft())
+                if self._blocking:
+                    self._loop.park()
+                elif self._loop.pending:
+                    self._loop.step()
+                while self._loop.finished:
+                    ended = self._loop.finished.popleft()
+                    self._end(ended.batch, ended.result)
+                    due.append(ended.batch)
         return RunStats(
             seconds=time.perf_counter() - start,
-            idle=self._idle,
-            cpu=time.process_time() - cpu_start,
+            busy=self._busy,
+            cpu=self._cpu,
             tokens=self._tokens,
             steps=self._steps,
             broadcasts=self._broadcasts,
         )
 
-    def _tokens_known(self, turn: _Turn) -> bool:
-        return turn.tokens_arriving is None or turn.tokens_arriving.is_completed()
+    def _may_begin(self, turn: _Turn) -> bool:
+        return not self._loop.pending or (not self._blocking and turn.tokens_known)
 
-    def _prepare(self, turn: _Turn) -> None:
-        """Take in the tokens of the last step, plan the next and ask for its activations."""
-        if turn.planned:
-            return
+    def _begin(self, turn: _Turn) -> None:
+        """Take in the tokens of the last step and submit the next, if there is one."""
         if turn.tokens is not None:
             assert turn.step is not None
-            if turn.tokens_arriving is not None:
-                self._wait(turn.tokens_arriving)
+            if turn.arriving is not None:
+                turn.arriving.wait()
             self._advance(turn.step, turn.tokens.tolist())
-            turn.tokens = turn.tokens_arriving = None
+            turn.tokens = turn.arriving = None
         turn.step = self._scheduler.plan(turn.batch)
-        turn.planned = True
-        if turn.step is not None and not self._first:
-            turn.arriving = self._comm.irecv_tensor_dict(self._comm.rank - 1)
-            if self._blocking:
-                self._wait(turn.arriving)
+        if turn.step is not None:
+            self._loop.submit(turn)
 
     def _advance(self, step: Step, tokens: Sequence[int]) -> None:
         for ended in self._scheduler.advance(step, tokens):
             del self._caches[ended]
         self._tokens += len(tokens)
 
-    def _compute(self, turn: _Turn, step: Step) -> None:
-        hidden = self._stage.forward(self._input(turn, step), self._spans(step))
-        turn.planned = False
+    def _compute(self, turn: _Turn, v: int, activation: Activation | None) -> Any:
+        """Virtual stage `v`: an activation, or the sampled tokens if it is the last."""
+        assert turn.step is not None
+        step, stage = turn.step, self._stages[v]
+        with self._working():
+            hidden = _embed(stage, step) if activation is None else activation["hidden"]
+            hidden = stage.forward(hidden, self._spans(step, v))
+            if not self._topology.last(self._comm.rank, v):
+                return {"hidden": hidden}
+            return stage.logits(hidden[step.sampling_rows]).argmax(-1) if step.sampling else None
+
+    def _end(self, turn: _Turn, sampled: Tensor | None) -> None:
+        """Share the tokens of the turn's step; `sampled` on the rank that samples."""
+        assert turn.step is not None
         self._steps += 1
-        if not self._last:
-            sent = self._comm.isend_tensor_dict({"hidden": hidden}, self._comm.rank + 1)
+        if turn.step.sampling:
+            if sampled is None:
+                turn.tokens = torch.empty(len(turn.step.sampling), dtype=torch.int64)
+            else:
+                turn.tokens = sampled
+            shared = self._comm.broadcast(turn.tokens, self._topology.sampling_rank, async_op=True)
+            self._broadcasts += 1
             if self._blocking:
-                self._wait(sent)
-        if step.sampling:
-            self._share_tokens(turn, step, hidden)
+                shared.wait()
+            elif sampled is None:
+                turn.arriving = shared
+        self._on_step(self._tokens)
 
-    def _share_tokens(self, turn: _Turn, step: Step, hidden: Tensor) -> None:
-        if self._last:
-            turn.tokens = self._stage.logits(hidden[step.sampling_rows]).argmax(-1)
-        else:
-            turn.tokens = torch.empty(len(step.sampling), dtype=torch.int64)
-        shared = self._comm.broadcast(turn.tokens, self._comm.world_size - 1, async_op=True)
-        self._broadcasts += 1
-        if self._blocking:
-            self._wait(shared)
-        elif not self._last:
-            turn.tokens_arriving = shared
-
-    def _input(self, turn: _Turn, step: Step) -> Tensor:
-        if self._first:
-            rows = [token for segment in step.segments for token in segment.tokens]
-            return self._stage.embed(torch.tensor(rows))
-        assert turn.arriving is not None
-        self._wait(turn.arriving)
-        hidden: Tensor = turn.arriving.result()["hidden"]
-        turn.arriving = None
-        return hidden
-
-    def _spans(self, step: Step) -> list[Span]:
+    def _spans(self, step: Step, v: int) -> list[Span]:
         spans = []
         for segment in step.segments:
-            cache = self._caches.get(segment.request)
-            if cache is None:
-                cache = self._stage.new_cache(self._scheduler.capacity(segment.request))
-                self._caches[segment.request] = cache
-            spans.append(Span(cache, segment.start, len(segment.tokens)))
+            caches = self._caches.get(segment.request)
+            if caches is None:
+                capacity = self._scheduler.capacity(segment.request)
+                caches = [stage.new_cache(capacity) for stage in self._stages]
+                self._caches[segment.request] = caches
+            spans.append(Span(caches[v], segment.start, len(segment.tokens)))
         return spans
 
-    def _wait(self, handle: Handle) -> None:
-        start = time.perf_counter()
-        handle.wait()
-        self._idle += time.perf_counter() - start
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        start, cpu_start = time.perf_counter(), time.thread_time()
+        yield
+        self._busy += time.perf_counter() - start
+        self._cpu += time.thread_time() - cpu_start
+
+
+def _embed(stage: Stage, step: Step) -> Tensor:
+    return stage.embed(torch.tensor([t for segment in step.segments for t in segment.tokens]))
 
 
 class Alone:
@@ -192,7 +190,10 @@ class Alone:
     rank = 0
     world_size = 1
 
-    def isend_tensor_dict(self, tensor_dict: dict[str, Tensor], dst: int) -> Handle:
+    def channel(self, name: str) -> Alone:
+        return self
+
+    def isend_tensor_dict(self, tensor_dict: Mapping[str, Any], dst: int) -> Handle:
         raise NotImplementedError("a single process has nobody to send to")
 
     def irecv_tensor_dict(self, src: int) -> Handle:

@@ -49,16 +49,20 @@ class Source(Protocol):
     def final_norm(self) -> Tensor: ...
 
 
-def load_stage(source: Source, layers: range) -> Stage:
-    """Load these layers, and the embedding and last norm if the first or last is among them."""
+def load_stages(source: Source, parts: Sequence[range]) -> list[Stage]:
+    """Load the layers of each part, and what the first and the last layer need besides."""
     config = source.config
-    last = layers.stop == config.layers
-    return Stage(
-        config,
-        [source.layer(index) for index in layers],
-        embedding=source.embedding() if layers.start == 0 or last else None,
-        final_norm=source.final_norm() if last else None,
-    )
+    ends = [(layers.start == 0, layers.stop == config.layers) for layers in parts]
+    embedding = source.embedding() if any(first or last for first, last in ends) else None
+    return [
+        Stage(
+            config,
+            [source.layer(index) for index in layers],
+            embedding=embedding if first or last else None,
+            final_norm=source.final_norm() if last else None,
+        )
+        for layers, (first, last) in zip(parts, ends, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

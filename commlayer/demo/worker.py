@@ -17,8 +17,9 @@ from commlayer.config import CommConfig
 from commlayer.demo.model import split_layers
 from commlayer.demo.pipeline import Pipeline, RunStats
 from commlayer.demo.schedule import Limits, Scheduler
-from commlayer.demo.weights import Source, load_stage
+from commlayer.demo.weights import Source, load_stages
 from commlayer.errors import CommError, ErrorKind
+from commlayer.pipeline.topology import Topology
 
 if TYPE_CHECKING:
     from commlayer.communicator import Communicator
@@ -35,7 +36,7 @@ class Job:
     source: Source
     prompts: tuple[tuple[int, ...], ...]
     limits: Limits
-    stages: int
+    topology: Topology
     rounds: int
     config: CommConfig
 
@@ -44,15 +45,21 @@ class Job:
         model = self.source.config
         longest = max(map(len, self.prompts)) + self.limits.max_tokens
         cause = cure = ""
-        if self.stages > model.layers:
-            cause = f"{model.layers} layers cannot be split over {self.stages} stages"
-            cure = f"Use --stages {model.layers} or fewer"
+        if self.topology.chunks > model.layers:
+            cause = f"{model.layers} layers cannot be split over {self.topology.chunks} stages"
+            cure = f"Use --stages {model.layers // self.topology.virtual_stages} or fewer"
         elif longest > model.context:
             cause = f"the longest prompt and its answer are {longest} tokens, the model reads "
             cause += f"{model.context}"
             cure = "Shorten the prompt or lower --max-tokens"
         if cause:
             raise CommError(ErrorKind.CONFIG, "demo", cause, cure)
+
+    def layers(self, rank: int) -> list[range]:
+        """The layers that `rank` holds, by virtual stage."""
+        chunks = split_layers(self.source.config, self.topology.chunks)
+        stages = range(self.topology.virtual_stages)
+        return [chunks[self.topology.chunk(v, rank)] for v in stages]
 
     @property
     def token_budget(self) -> int:
@@ -104,7 +111,7 @@ def main(rank: int, job: Job, port: int, parent: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.update(
         RANK=str(rank),
-        WORLD_SIZE=str(job.stages),
+        WORLD_SIZE=str(job.topology.ranks),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
@@ -126,18 +133,21 @@ def _end_with_parent() -> None:
 def _run(rank: int, job: Job, parent: Connection) -> Report:
     import commlayer
 
-    stage = load_stage(job.source, split_layers(job.source.config, job.stages)[rank])
-    last = rank == job.stages - 1
+    stages = load_stages(job.source, job.layers(rank))
+    samples = rank == job.topology.sampling_rank
     with commlayer.connect(job.config) as comm:
 
         def run(phase: str, start: int, total: int, blocking: bool) -> tuple[Tokens, RunStats]:
             def tell(count: int) -> None:
-                if last:
+                if samples:
                     parent.send(Doing(phase, start + count, total))
 
             scheduler = job.scheduler()
             _meet(comm)
-            stats = Pipeline(comm, stage, scheduler, blocking=blocking, on_step=tell).run()
+            pipeline = Pipeline(
+                comm, job.topology, stages, scheduler, blocking=blocking, on_step=tell
+            )
+            stats = pipeline.run()
             return scheduler.generated(), stats
 
         tokens, first = run("Generating tokens", 0, job.token_budget, blocking=False)

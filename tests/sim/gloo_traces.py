@@ -25,7 +25,14 @@ class Channel(Protocol):
 
 TRACES: dict[str, Trace] = {
     "the poll says no until waited": (
-        [("send", "s", 1, 0), ("poll", "s"), ("sync",), ("poll", "s"), ("wait", "s"), ("poll", "s")],
+        [
+            ("send", "s", 1, 0),
+            ("poll", "s"),
+            ("sync",),
+            ("poll", "s"),
+            ("wait", "s"),
+            ("poll", "s"),
+        ],
         [("recv", "r", 0), ("sync",), ("poll", "r"), ("wait", "r"), ("poll", "r")],
     ),
     "first in, first out": (
@@ -33,7 +40,14 @@ TRACES: dict[str, Trace] = {
         [("recv", "a", 0), ("recv", "b", 0), ("wait", "a"), ("wait", "b"), ("poll", "a")],
     ),
     "tags match independently": (
-        [("send", "a", 1, 1), ("send", "b", 2, 2), ("wait", "b"), ("poll", "a"), ("sync",), ("wait", "a")],
+        [
+            ("send", "a", 1, 1),
+            ("send", "b", 2, 2),
+            ("wait", "b"),
+            ("poll", "a"),
+            ("sync",),
+            ("wait", "a"),
+        ],
         [("recv", "b", 2), ("wait", "b"), ("sync",), ("recv", "a", 1), ("wait", "a")],
     ),
     "receives waited in the other order": (
@@ -52,11 +66,15 @@ TRACES: dict[str, Trace] = {
         [("send", "s", 1, 0), ("recv", "r", 0), ("wait", "r"), ("wait", "s"), ("poll", "s")],
         [("send", "s", 2, 0), ("recv", "r", 0), ("wait", "r"), ("wait", "s"), ("poll", "s")],
     ),
-}  # fmt: skip
+}
 
 
 def follow(
-    steps: list[Step], rank: int, data: Channel, wait: Callable[[Any], Any], sync: Callable[[], None]
+    steps: list[Step],
+    rank: int,
+    data: Channel,
+    wait: Callable[[Any], Any],
+    sync: Callable[[], None],
 ) -> list[Any]:
     """Run one rank's steps; return what it observed."""
     works: dict[str, Any] = {}
@@ -113,7 +131,11 @@ def on_gloo(rank: int, path: str) -> dict[str, list[Any]]:
     seen = {}
     for number, (name, trace) in enumerate(TRACES.items()):
         seen[name] = follow(
-            trace[rank], rank, Gloo(f"trace {number}"), lambda w: w.wait(), lambda: barrier.barrier().wait()
+            trace[rank],
+            rank,
+            Gloo(f"trace {number}"),
+            lambda w: w.wait(),
+            lambda: barrier.barrier().wait(),
         )
     barrier.barrier().wait()
     return seen

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gloo_traces import TRACES, follow
 
 from commlayer.sim import FailureKind, Rank, World, profile
 from commlayer.sim.choices import RandomChoices, ReplayChoices
-
-from gloo_traces import TRACES, follow
 
 WRITES_EARLY = "bytes are read when the peer is ready"
 

@@ -183,7 +183,9 @@ def test_what_has_no_plain_memory_is_refused(make: Callable[[], Any], cause: str
     assert caught.value.cure
 
 
-@pytest.mark.parametrize("transform", [torch.vmap, torch.func.functionalize], ids=str)
+@pytest.mark.parametrize(
+    "transform", [torch.vmap, torch.func.functionalize], ids=["vmap", "functionalize"]
+)
 def test_tensors_inside_a_transform_are_refused(transform: Any) -> None:
     def inside(tensor: Tensor) -> Tensor:
         with pytest.raises(CommError, match="no memory"):

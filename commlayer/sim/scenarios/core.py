@@ -136,11 +136,11 @@ def core_opposite_dicts(world: World) -> None:
 
 @scenario(*CORE, case="C2")
 def core_overwrite_after_wait(world: World) -> None:
-    """After `wait` the source may be overwritten."""
+    """After `wait` the source, which is sent without a copy, may be overwritten."""
     promises = Promises(world)
 
     def body(rank: Rank) -> None:
-        comm = promises.connect(rank)
+        comm = promises.connect(rank, inline_bytes=0)
         if rank.index == 0:
             hidden = promises.source(1)
             for step in (1, 2):
@@ -302,6 +302,44 @@ def core_ring_of_three(world: World) -> None:
         send.wait()
 
     world.start(3, body)
+
+
+@scenario(*TALKATIVE, case="C29")
+def core_drain(world: World) -> None:
+    """A drain returns when every send is locally complete, and not before."""
+    promises = Promises(world)
+
+    def body(rank: Rank) -> None:
+        comm = promises.connect(rank)
+        if rank.index == 0:
+            handle = comm.isend(promises.source(1), 1)
+            comm.drain()
+            assert handle.is_completed()
+        else:
+            assert int(comm.recv(blank(16), 0)[0]) == 1
+
+    world.start(2, body)
+
+
+@scenario(*TALKATIVE, case="C10", early_ticks=2)
+def core_timeout_during_transfer(world: World) -> None:
+    """A limit expires while the message is under way: the clock may jump at any moment."""
+    promises = Promises(world)
+
+    def body(rank: Rank) -> None:
+        comm = promises.connect(rank)
+        if rank.index == 0:
+            comm.send(promises.source(3), 1)
+            return
+        handle = comm.irecv(blank(16), 0)
+        for limit in (1.0, 1.0):
+            try:
+                handle.wait(timeout=limit)
+            except CommTimeout:
+                pass
+        assert int(handle.result()[0]) == 3
+
+    world.start(2, body)
 
 
 @scenario(*TALKATIVE, case="C29")

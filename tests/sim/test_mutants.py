@@ -1,0 +1,79 @@
+"""The scenarios of the core can fail: each of these small mistakes in it is found."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from commlayer.communicator import Communicator
+from commlayer.sim import FailureKind, explore
+from commlayer.sim.transport import SimEndpoint
+from commlayer.tracking.ledger import Ledger
+from commlayer.wire.lanes import RecvLane, SendLane
+
+
+def mutated(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
+    """`function` with `old` replaced by `new` in its source."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert old in source, f"{function.__qualname__} has changed: mutate it anew"
+    names: dict[str, Any] = {}
+    code = compile(source.replace(old, new), inspect.getfile(function), "exec", flags=0x1000000)
+    exec(code, function.__globals__, names)
+    return names[function.__name__]  # type: ignore[no-any-return]
+
+
+MUTANTS = {
+    "a wake-up can be lost": (
+        SendLane, "steps",
+        "if not self._queue and not self._finishing:", "if True:",
+        "core_dropped", "gloo", {FailureKind.DEADLOCK},
+    ),
+    "complete before the native wait": (
+        SendLane, "steps",
+        "yield step\n", "self._context.ledger.complete(posted.operation); yield step\n",
+        "core_overwrite_after_wait", "gloo", {FailureKind.OVERWRITTEN},
+    ),
+    "works are not kept": (
+        SendLane, "_post_all",
+        "works.append(self._endpoint.isend(message, self.key.peer, self._tag))",
+        "self._endpoint.isend(message, self.key.peer, self._tag)",
+        "core_dropped", "gloo", {FailureKind.LOST_MESSAGE},
+    ),
+    "works and sources are not kept where that is unsafe": (
+        SendLane, "_post_all",
+        "works.append(self._endpoint.isend(message, self.key.peer, self._tag))",
+        "self._endpoint.isend(message, self.key.peer, self._tag)",
+        "core_dropped", "adversary", {FailureKind.USE_AFTER_FREE},
+    ),
+    "messages are taken last in, first out": (
+        RecvLane, "claim",
+        "self._arrived.popleft()", "self._arrived.pop()",
+        "core_dropped", "gloo", {FailureKind.ERROR},
+    ),
+    "the bound does not bind": (
+        Ledger, "_has_room", "return ", "return True or ",
+        "core_bound", "gloo", {FailureKind.ERROR},
+    ),
+    "each work is waited twice": (
+        SimEndpoint, "wait", "work.wait()", "work.wait(); work.wait()",
+        "core_one_each_way", "gloo", {FailureKind.ERROR, FailureKind.DEADLOCK},
+    ),
+    "a drain does not wait": (
+        Communicator, "drain", "if not self.ledger.wait(operation, remaining):", "if False:",
+        "core_drain", "gloo", {FailureKind.ERROR},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, old, new, scenario, on, kinds = MUTANTS[name]
+    assert explore(scenario, on=on, strategy="random", budget=20).failure is None
+    monkeypatch.setattr(owner, method, mutated(getattr(owner, method), old, new))
+    report = explore(scenario, on=on, strategy="random", budget=600, shrink=False)
+    assert report.failure is not None, str(report)
+    assert report.failure.kind in kinds, str(report)
