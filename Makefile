@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 EDITABLE_PLUGINS := $(PLUGINS:%=-e %)
 
 .DEFAULT_GOAL := help
-.PHONY: help test lint format demo clean
+.PHONY: help test test-sim test-gpu lint format demo clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -20,6 +20,15 @@ help:  ## List the targets
 
 test: $(VENV)/.development  ## Run the tests (PYTEST_ARGS="-k name")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-sim: $(VENV)/.development  ## Explore every simulated scenario longer (SIM_BUDGET=2000)
+	SIM_BUDGET=$(or $(SIM_BUDGET),2000) $(BIN)/python -m pytest --timeout 3600 tests/sim $(PYTEST_ARGS)
+
+# A PYTHON that sees a GPU is used as it is: such a machine may have no package index.
+test-gpu:  ## Test streams on one GPU; on the simulated device where there is none
+	@if $(PYTHON) -c 'import sys, msgspec, pluggy, pytest, torch; sys.exit(not torch.cuda.is_available())' \
+	    2>/dev/null; then $(PYTHON) tests/gpu/run.py; \
+	else $(MAKE) --no-print-directory $(VENV)/.development && $(BIN)/python tests/gpu/run.py; fi
 
 lint: $(VENV)/.development  ## Check style, types and the direction of imports
 	$(BIN)/ruff check

@@ -7,13 +7,13 @@ table of facts (`Semantics`), and `Backend.open`, which returns the live
 native communicator on which point-to-point operations are posted.
 
 The core hands an endpoint only one-dimensional, contiguous, non-empty ``uint8``
-tensors on a declared device, and valid ranks and tags.
+tensors on a declared device, valid ranks, and tags below ``2 ** 30``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -75,7 +75,10 @@ class Endpoint(ABC):
 
     @abstractmethod
     def irecv(self, tensor: Tensor, src: int, tag: int) -> Any:
-        """Post a receive from rank `src` into `tensor`; returns the native work."""
+        """Post a receive from rank `src` into `tensor`; returns the native work.
+
+        A message may be shorter than `tensor`: it fills the first bytes.
+        """
 
     def wait(self, work: Any) -> None:
         """Block as ``wait_blocks`` declares until `work` is complete, however long it takes."""
@@ -122,6 +125,24 @@ class Backend(ABC):
     @abstractmethod
     def viability(self) -> Viability:
         """Whether the backend can run in this process.  Must not raise and must be cheap."""
+
+    def job(self, connect_timeout: float) -> World | None:
+        """The ranks that a launcher of the transport's own started; ``None`` if it has none.
+
+        Asked by ``connect()`` without ``group`` where ``torch.distributed`` is not
+        initialised; after ``None`` the environment that ``torchrun`` makes counts.
+        The world's store is a torch ``Store``, the same at every call; the core
+        prefixes its keys.
+        """
+        return None
+
+    def launcher(self, size: int) -> Sequence[str]:
+        """The command that, put before a program's own, starts it on `size` ranks of a `job`.
+
+        Empty where ranks may be started by anything that makes the environment of
+        ``torchrun``.  Raises `CommError` saying what to install where it is missing.
+        """
+        return ()
 
     @abstractmethod
     def open(self, world: World, options: Mapping[str, Any]) -> Transport:

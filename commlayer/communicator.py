@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ from commlayer.handle import (
 )
 from commlayer.receive import MessageClaim
 from commlayer.semantics import Capture, Semantics
+from commlayer.slices import Exchange, GatherHandle, WholeDictClaim, check_replicated, sliced
+from commlayer.streams.side_stream import SideStreams
+from commlayer.streams.track import Tracker
 from commlayer.tracking.ledger import Ledger
 from commlayer.tracking.lifetime import Fingerprint
 from commlayer.tracking.operation import LaneKey, Operation, calling_site
-from commlayer.tracking.retention import RetentionPolicy
+from commlayer.tracking.retention import DeviceHold, RetentionPolicy
 from commlayer.wire.connection import Connection
 from commlayer.wire.frame import Kind, Outgoing
-from commlayer.wire.tags import BROADCAST, MAX_TAG, OBJECTS
+from commlayer.wire.tags import BROADCAST, MAX_TAG, OBJECTS, SLICES
 from commlayer.wire.tensors import DTYPES, Limits, overlaps, sendable
 from commlayer.wire.values import pack
 
@@ -50,14 +54,27 @@ class Session:
         self.host_devices = host_devices
         self.config = config
         self.retention = retention
+        self.device_hold = getattr(retention, "device_hold", DeviceHold.COMPLETION)
         self.limits = Limits.from_config(config)
         self.release = release
         self.channels: dict[str, Communicator] = {}
+        device = connection.device
+        self.tracker = Tracker(connection.runtime, connection.ledger, device, semantics)
+        self.side_streams = SideStreams(
+            None if device is None else device.device,
+            lambda event, tensors: self.tracker.track(event, tensors, ("data", connection.rank)),
+            check=config.check_lifetime,
+        )
 
     def close(self, timeout: float | None = None) -> None:
-        """Close the connection and release the transport if nothing is left inside it."""
+        """Close the connection and release the transport if nothing is left inside it.
+
+        Tracked work that does not complete in time goes on, and keeps the transport.
+        """
         limit = checked_timeout(timeout)
-        if self.connection.close(self.config.close_timeout if limit is None else limit):
+        limit = self.config.close_timeout if limit is None else limit
+        deadline = self.connection.runtime.now() + limit
+        if self.connection.close(limit) and self.tracker.join(deadline):
             self.release()
 
 
@@ -84,6 +101,12 @@ class Communicator:
         self._channel = channel
         self._broadcast_channel = "broadcast" if channel == "data" else channel
         self._step = 0
+        self._exchange = Exchange(
+            tuple(self._connection.peers),
+            self._connection.runtime,
+            lambda value, peer: self._send_object("send slices", value, peer, SLICES),
+            lambda peer: self._receive_object("receive slices", peer, SLICES),
+        )
 
     @property
     def rank(self) -> int:
@@ -155,7 +178,7 @@ class Communicator:
         operation = self._operation("irecv", src, "recv", self._tag(tag))
         if tensor is not None:
             self._check_target(tensor, operation)
-        return self._receive(operation, MessageClaim(operation, Kind.TENSOR, target=tensor))
+        return self._receive(operation, self._claim(operation, Kind.TENSOR, target=tensor))
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send `tensor` and wait until it may be overwritten."""
@@ -175,13 +198,11 @@ class Communicator:
         arrays and scalars, and registered dataclasses, named tuples and enums.
         Anything else needs ``allow_pickle``.
         """
-        operation = self._operation("isend_object", dst, "send", OBJECTS)
-        return self._send_value(operation, Kind.OBJECT, obj)
+        return self._send_object("isend_object", obj, dst, OBJECTS)
 
     def irecv_object(self, src: int) -> Handle:
         """Post a receive of a value from rank `src`; ``result()`` returns it.  Never blocks."""
-        operation = self._operation("irecv_object", src, "recv", OBJECTS)
-        return self._receive(operation, MessageClaim(operation, Kind.OBJECT))
+        return self._receive_object("irecv_object", src, OBJECTS)
 
     def send_object(self, obj: Any, dst: int) -> None:
         """Send a value and wait until it may be changed."""
@@ -198,10 +219,25 @@ class Communicator:
         all_gather_group: Communicator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> Handle:
-        """Post a send of a dict of str to tensors or values; the order of its keys is kept."""
-        self._refuse_slices(all_gather_group, all_gather_tensors)
+        """Post a send of a dict of str to tensors or values; the order of its keys is kept.
+
+        With `all_gather_group`, whose ranks all call this with equal tensors, each
+        rank sends its part of every tensor of the dict, nested ones excepted, and
+        the receivers gather.  Sent whole are a tensor of which `all_gather_tensors`
+        says False (it is not replicated), and one whose number of elements is no
+        multiple of the group's size.  ``check_slices`` makes the ranks compare
+        first; one that differs raises CONFIG on all of them.
+        """
+        group = _checked_group(all_gather_group, "isend_tensor_dict")
         operation = self._operation("isend_tensor_dict", dst, "send", OBJECTS)
-        return self._send_value(operation, Kind.TENSOR_DICT, _checked_dict(tensor_dict, operation))
+        value = _checked_dict(tensor_dict, operation)
+        if group is not None:
+            where = operation.describe()
+            whole, value = value, sliced(value, all_gather_tensors, group, where)
+            if self.config.check_slices:
+                key = group._exchange.key(self._exchange_kind("check"))
+                check_replicated(whole, value, group, key, where, self.config.full_timeout)
+        return self._send_value(operation, Kind.TENSOR_DICT, value)
 
     def irecv_tensor_dict(
         self,
@@ -209,10 +245,26 @@ class Communicator:
         all_gather_group: Communicator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
     ) -> Handle:
-        """Post a receive of a tensor dict from `src`; ``result()`` returns it.  Never blocks."""
-        self._refuse_slices(all_gather_group, all_gather_tensors)
+        """Post a receive of a tensor dict from `src`; ``result()`` returns it.  Never blocks.
+
+        `all_gather_group` is the communicator of the ranks that receive the other
+        parts, as many as the sender's group has; see `GatherHandle` for what they
+        owe each other.  Which tensors come in parts is in the message:
+        `all_gather_tensors` is taken for symmetry and not looked at.
+        """
+        group = _checked_group(all_gather_group, "irecv_tensor_dict")
         operation = self._operation("irecv_tensor_dict", src, "recv", OBJECTS)
-        return self._receive(operation, MessageClaim(operation, Kind.TENSOR_DICT))
+        if group is None:
+            return self._receive(operation, WholeDictClaim(operation))
+        device = self._connection.device
+        return GatherHandle(
+            self._receive(operation, MessageClaim(operation, Kind.TENSOR_DICT)),
+            group,
+            self._exchange_kind("gather"),
+            src,
+            operation.describe(),
+            None if device is None else device.device,
+        )
 
     def send_tensor_dict(
         self,
@@ -294,6 +346,52 @@ class Communicator:
             _no_target,
             async_op,
         )
+
+    # Streams, and work of others
+
+    @contextmanager
+    def side_stream(self, uses: Any = ()) -> Iterator[Communicator]:
+        """Work on another stream of the device in a ``with`` block; yields this communicator.
+
+        The side stream waits for the current one and is current inside, so that
+        kernels and operations of the block are given to it.  Nothing waits for
+        it at the end: what the block yields is a handle, whose ``wait()`` orders
+        the stream of whoever uses the result, not the host.
+
+        `uses` are the tensors made outside that the block's kernels read or write,
+        in containers nested to any depth; they are kept alive for the side stream
+        (not unchanged).  Tensors made inside, and those that only operations of
+        the communicator read, need no mention.  With ``check_lifetime``, a torch
+        operation that uses any other tensor of the device raises LIFETIME naming
+        both.  Raises CONFIG for an object in `uses` that may hide tensors.
+
+        On a backend without a device the block runs as it is, and the host waits.
+        """
+        with self._session.side_streams.enter(uses):
+            yield self
+
+    def track(self, work_or_event: Any, retain: Any = ()) -> Handle:
+        """Give a handle, and retention, to asynchronous work that was started elsewhere.
+
+        `work_or_event` is a device event recorded after the work, or a work as
+        c10d's collectives return it, of a transport with the facts of this
+        backend (``semantics.collective``); only the handle may be waited from now
+        on, unless those say ``wait_repeatable``.  `retain` (anything, nested) is
+        held until the work is complete, whether or not anybody waits.
+
+        ``wait()`` of device work orders the current stream and ``synchronize()``
+        blocks the host; of other work both block the host.  The ledger lists it
+        as ``track``; bounds and `drain` are about sends and do not count it.
+        `close` waits for it within its limit, and it goes on after that.
+
+        Raises CONFIG for something else, UNSUPPORTED for a work of a transport
+        that only the caller's thread may touch.
+        """
+        if self._connection.closed is not None:
+            raise self._connection.closed.again()
+        site = calling_site() if self.config.record_sites else None
+        where = self._channel, self.rank
+        return self._session.tracker.track(work_or_event, retain, where, site)
 
     # Endings
 
@@ -401,7 +499,7 @@ class Communicator:
         elif tensor.dtype not in DTYPES.values():
             cause = f"a tensor of {tensor.dtype} cannot be received into"
         elif not self._reaches(tensor):
-            cause = f"backend {self.backend!r} does not write memory of {tensor.device.type}"
+            cause = f"backend {self.backend!r} does not write memory of {tensor.device} here"
         elif overlaps(tensor):
             cause = "a tensor with several elements in one place cannot be received into"
         elif tensor.is_conj() or tensor.is_neg():
@@ -429,7 +527,7 @@ class Communicator:
                 raise CommError(
                     ErrorKind.UNSUPPORTED,
                     operation.describe(),
-                    f"backend {self.backend!r} does not read memory of {tensor.device.type}",
+                    f"backend {self.backend!r} does not read memory of {tensor.device} here",
                     "Choose a backend for that device, or copy the tensor to "
                     f"{' or '.join(self.semantics.devices)} first",
                 )
@@ -448,14 +546,8 @@ class Communicator:
                 "Send and receive outside the captured region",
             )
 
-    def _refuse_slices(self, group: object, tensors: object) -> None:
-        if group is not None or tensors is not None:
-            raise CommError(
-                ErrorKind.UNSUPPORTED,
-                "tensor dict with all_gather_group",
-                "sending slices is not implemented yet",
-                "Leave all_gather_group out: tensors are then sent whole",
-            )
+    def _exchange_kind(self, what: str) -> tuple[str, str, str]:
+        return what, self.config.name, self._channel
 
     def _handle(self, operation: Operation) -> Handle:
         connection = self._connection
@@ -465,6 +557,14 @@ class Communicator:
         if connection.device is None:
             return host
         return StreamHandle(operation, host, connection.device)
+
+    def _send_object(self, kind: str, obj: Any, dst: int, tag: str) -> Handle:
+        operation = self._operation(kind, dst, "send", tag)
+        return self._send_value(operation, Kind.OBJECT, obj)
+
+    def _receive_object(self, kind: str, src: int, tag: str) -> Handle:
+        operation = self._operation(kind, src, "recv", tag)
+        return self._receive(operation, MessageClaim(operation, Kind.OBJECT))
 
     def _send_value(self, operation: Operation, kind: Kind, value: Any) -> Handle:
         packed, tensors = pack(value, self._session.limits, operation.describe())
@@ -523,11 +623,22 @@ class Communicator:
 
     def _admit(self, operation: Operation, outgoing: Outgoing) -> None:
         operation.nbytes = outgoing.nbytes
+        operation.device_hold = self._session.device_hold
         self.ledger.admit(
             operation, exempt=operation.lane.channel in self._session.config.unbounded_channels
         )
         if self._session.config.check_lifetime:
             operation.fingerprint = Fingerprint(outgoing.payload)
+
+    def _claim(
+        self, operation: Operation, kind: Kind, step: int = -1, target: Tensor | None = None
+    ) -> MessageClaim:
+        side = self._connection.device
+        if target is None or side is None or not side.device.holds(target):
+            return MessageClaim(operation, kind, step, target)
+        operation.after = side.device.event()
+        operation.after.record(side.device.current_stream())
+        return MessageClaim(operation, kind, step, target, side.device.copy)
 
     def _receive(self, operation: Operation, claim: MessageClaim) -> Handle:
         lane = self._connection.recv_lane(
@@ -568,7 +679,7 @@ class Communicator:
             operation = self._make(name, LaneKey(channel, src, "recv", BROADCAST))
             into = target(operation)
             owner = self._session.channels[channel]
-            handle = self._receive(operation, MessageClaim(operation, kind, owner._step, into))
+            handle = self._receive(operation, self._claim(operation, kind, owner._step, into))
             owner._step += 1
         return handle if async_op else handle.result()
 
@@ -610,6 +721,17 @@ def _checked_dict(value: Any, operation: Operation) -> Mapping[str, Any]:
             "Use isend_object for other values",
         )
     return value
+
+
+def _checked_group(group: Any, call: str) -> Communicator | None:
+    if group is None or isinstance(group, Communicator):
+        return group
+    raise CommError(
+        ErrorKind.CONFIG,
+        call,
+        f"all_gather_group is a {type(group).__qualname__}",
+        "Pass the communicator of the group: connect(group=...)",
+    )
 
 
 def _no_target(operation: Operation) -> None:

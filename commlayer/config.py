@@ -70,15 +70,23 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         _key("How long a send waits for room before it raises FULL.", "seconds", ge=0, le=1e9),
     ] = 60.0
     retention: Annotated[
-        str, _key("Retention policy by name: `hold_references` or `copy_on_post`.")
+        str,
+        _key(
+            "Retention policy by name: `hold_references` or `copy_on_post`; for device transports "
+            "also `hold_until_event` or `record_stream`."
+        ),
     ] = "hold_references"
     copy_max_bytes: Annotated[
         int,
         _key("`copy_on_post` copies tensors up to this size and holds larger ones.", "bytes", ge=0),
     ] = 1 << 20
-    reaping: Annotated[str, _key("Reaping policy by name: `background`, `fifo` or `poll`.")] = (
-        "background"
-    )
+    reaping: Annotated[
+        str,
+        _key(
+            "Reaping policy by name: `background`, `fifo` or `poll`; for device transports also "
+            "`gate_on_device`."
+        ),
+    ] = "background"
     progress: Annotated[
         Literal["auto", "waiter", "polling"],
         _key("How completion is noticed; `auto` chooses from the backend's facts."),
@@ -123,6 +131,14 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         _key(
             "Compare a checksum of every posted source at completion; an overwrite in flight "
             "raises LIFETIME with the posting line."
+        ),
+    ] = False
+    check_slices: Annotated[
+        bool,
+        _key(
+            "Compare checksums of tensors that are sent in parts among the ranks of "
+            "`all_gather_group`, which wait for each other; a tensor that differs raises CONFIG "
+            "before it is sent."
         ),
     ] = False
     options: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -12,8 +13,8 @@ from commlayer.communicator import Communicator, Session
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
 from commlayer.registry import LoadedBackend, Registry, default_registry
-from commlayer.rendezvous import Hello, agree, world_of_environment, world_of_group
-from commlayer.semantics import Order, PostMayBlock, Semantics, Threads, WaitBlocks
+from commlayer.rendezvous import Hello, agree, world_of_group, world_of_job
+from commlayer.semantics import Order, Poll, PostMayBlock, Semantics, Threads, WaitBlocks
 from commlayer.streams.backend import StreamBackend
 from commlayer.streams.side import DeviceSide
 from commlayer.tracking.ledger import Bounds, Ledger
@@ -58,7 +59,7 @@ def connect(
     registry = registry or default_registry()
     config = registry.hooks().commlayer_configure(config=config) or config
     loaded = registry.select(config.backend)
-    world = world_of_environment(config) if group is None else world_of_group(config, group)
+    world = world_of_job(config, loaded.backend) if group is None else world_of_group(config, group)
     return connect_world(
         world, loaded, config, registry=registry, retention=retention, reaping=reaping
     )
@@ -86,6 +87,13 @@ def connect_world(
     registry = registry or default_registry()
     host = _host(loaded, registry).backend
     _check_supported(host.semantics, host.name)
+    if host is not backend and semantics.threads is Threads.FUNNELED:
+        raise CommError(
+            ErrorKind.UNSUPPORTED,
+            f"backend {backend.name!r}",
+            "threads = FUNNELED: device operations are posted on the threads that call",
+            "Declare (and prove) a stronger fact in the plugin",
+        )
     hooks = registry.hooks(loaded)
     retention = (
         retention
@@ -132,13 +140,13 @@ def connect_world(
             config.on_full,
             config.full_timeout,
         ),
-        poll=_poll,
+        poll=_poll if host.semantics.p2p.poll is Poll.EXACT else _unknown,
         block=block,
     )
     if isinstance(backend, StreamBackend):
         device = DeviceSide(
             backend.open(world, options),
-            semantics.p2p.post_may_block,
+            semantics,
             runtime,
             ledger,
             progress.block,
@@ -221,6 +229,11 @@ def _poll(operation: Operation) -> bool:
     return bool(operation.works) and all(endpoint.poll(work) for endpoint, work in operation.works)
 
 
+def _unknown(operation: Operation) -> bool:
+    return False
+
+
+@functools.cache
 def _version() -> str:
     try:
         return version("commlayer")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
-from commlayer.errors import CommError, CommTimeout
+from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.streams.side import DeviceSide
 from commlayer.tracking.ledger import Ledger
 from commlayer.tracking.operation import Operation
@@ -135,16 +135,23 @@ class StreamHandle:
         self._device = device
 
     def wait(self, timeout: float | None = None) -> None:
-        operation = self._operation
+        operation, device = self._operation, self._device.device
+        if not operation.settled and self._device.capture_refused():
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                operation.describe(),
+                "a graph cannot wait for an operation that was posted outside it",
+                "Wait before the capture begins",
+            )
         self._block_until(lambda: operation.settled or operation.stream_work is not None, timeout)
         work = operation.stream_work
+        stream = device.current_stream()
         if operation.settled or work is None:
             self._host.wait(0)
-            return
-        stream = self._device.device.current_stream()
-        work.event.wait(stream)
-        for tensor in work.results:
-            self._device.device.record_stream(tensor, stream)
+        else:
+            work.event.wait(stream)
+        for tensor in operation.received:
+            device.record_stream(tensor, stream)
 
     def synchronize(self, timeout: float | None = None) -> None:
         operation = self._operation
@@ -190,13 +197,19 @@ class CompositeHandle:
         self._result = result
 
     def wait(self, timeout: float | None = None) -> None:
+        for handle, remaining in self._within(timeout):
+            handle.wait(remaining)
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        for handle, remaining in self._within(timeout):
+            handle.synchronize(remaining)
+
+    def _within(self, timeout: float | None) -> Iterator[tuple[Handle, float | None]]:
+        """Every handle, with what is left of the time when its turn comes."""
         limit = checked_timeout(timeout)
         deadline = None if limit is None else self._now() + limit
         for handle in self._handles:
-            handle.wait(None if deadline is None else max(0.0, deadline - self._now()))
-
-    def synchronize(self, timeout: float | None = None) -> None:
-        self.wait(timeout)
+            yield handle, None if deadline is None else max(0.0, deadline - self._now())
 
     def is_completed(self) -> bool:
         return all(handle.is_completed() for handle in self._handles)

@@ -12,6 +12,7 @@ import pluggy
 if TYPE_CHECKING:
     from commlayer.backend import Backend
     from commlayer.config import CommConfig
+    from commlayer.conformance.rules import Rule
     from commlayer.semantics import Semantics
     from commlayer.tracking.reaping import ReapingPolicy
     from commlayer.tracking.retention import RetentionPolicy
@@ -45,3 +46,10 @@ class Hooks:
     @hookspec(firstresult=True)
     def commlayer_configure(self, config: CommConfig) -> CommConfig | None:
         """Return a replacement for the configuration, before a backend is chosen, or ``None``."""
+
+    @hookspec
+    def commlayer_conformance_rules(self, semantics: Semantics) -> list[Rule]:  # type: ignore[empty-body]
+        """Return rules that the conformance kit runs beside its own, whose ids no other rule has.
+
+        Called before each run of the kit against the backend whose facts are `semantics`.
+        """

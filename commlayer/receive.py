@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from commlayer.errors import CommError, ErrorKind
 from commlayer.tracking.operation import Operation
-from commlayer.wire.frame import Kind
+from commlayer.wire.frame import Kind, Placement
 from commlayer.wire.lanes import Incoming
 from commlayer.wire.tensors import as_bytes, meta_of
 
@@ -23,19 +24,26 @@ class MessageClaim:
     """Asks a lane for the next message, which must be of one kind and of one collective step.
 
     With `target` (a dense tensor) the message must be a tensor of its dtype and
-    number of elements, and is received into it; without, into new memory.
+    number of elements, and is received into it; without, into new memory.  A
+    `target` on a device comes with the device's `copy`.
     """
 
-    __slots__ = ("_kind", "_result", "_step", "_target", "operation")
+    __slots__ = ("_copy", "_kind", "_result", "_step", "_target", "operation")
 
     def __init__(
-        self, operation: Operation, kind: Kind, step: int = -1, target: Tensor | None = None
+        self,
+        operation: Operation,
+        kind: Kind,
+        step: int = -1,
+        target: Tensor | None = None,
+        copy: Callable[[Tensor, Tensor], object] | None = None,
     ) -> None:
         self.operation = operation
         self._kind = kind
         self._step = step
         self._result = target
         self._target = None if target is None else target.detach()
+        self._copy = copy
 
     def refusal(self, incoming: Incoming) -> CommError | None:
         if incoming.kind is not self._kind:
@@ -52,6 +60,13 @@ class MessageClaim:
                 return self._mismatch(
                     f"the peer sent {sent.dtype} of shape {list(sent.shape)}, this rank's tensor "
                     f"is {mine.dtype} of shape {list(mine.shape)}"
+                )
+            place = incoming.body.placements[0]
+            if place and (place == Placement.DEVICE) is not (self._copy is not None):
+                where = ("host", "device") if self._copy is not None else ("device", "host")
+                return self._mismatch(
+                    f"the peer sent a tensor in {where[0]} memory, this rank's is in "
+                    f"{where[1]} memory"
                 )
         return None
 
@@ -75,6 +90,6 @@ class MessageClaim:
         tensor = incoming.tensors[0]
         if self._target is None:
             return tensor
-        if tensor is not None:
-            self._target.copy_(tensor.reshape(self._target.shape))
+        if tensor is not None and tensor.numel():
+            (self._copy or Tensor.copy_)(self._target, tensor.view(self._target.shape))
         return self._result

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from commlayer.backend import World
+from commlayer.backend import Backend, World
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.semantics import Semantics
 from commlayer.tracking.runtime import Runtime
@@ -40,6 +40,19 @@ def world_of_group(config: CommConfig, group: Any) -> World:
         size=len(ranks),
         members=",".join(map(str, ranks)),
     )
+
+
+def world_of_job(config: CommConfig, backend: Backend) -> World:
+    """The ranks that a launcher started: the backend's own, else ``torchrun``.
+
+    Uses the default group of ``torch.distributed`` if that is initialised.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        job = backend.job(config.connect_timeout)
+        if job is not None:
+            members = ",".join(map(str, range(job.size)))
+            return _world(config, job.store, rank=job.rank, size=job.size, members=members)
+    return world_of_environment(config)
 
 
 def world_of_environment(config: CommConfig) -> World:
@@ -118,6 +131,7 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return socket.gethostname(), os.getpid()
 
 
+_decoder = msgspec.msgpack.Decoder(Hello)
 _MUST_AGREE = ("wire_version", "backend", "channels", "inline_bytes", "allow_pickle", "facts")
 
 
@@ -132,7 +146,7 @@ def agree(world: World, hello: Hello, runtime: Runtime) -> None:
     _await(world, [f"hello/{r}" for r in range(world.size)], runtime)
     for rank in range(world.size):
         try:
-            other = msgspec.msgpack.decode(world.store.get(f"hello/{rank}"), type=Hello)
+            other = _decoder.decode(world.store.get(f"hello/{rank}"))
         except msgspec.MsgspecError as error:
             raise _refusal(
                 f"rank {rank} runs a commlayer that says hello differently ({error})",

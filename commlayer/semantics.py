@@ -87,7 +87,7 @@ class Threads(str, Enum):
     FUNNELED = "funneled"
     """Only from the thread that opened it."""
     SERIALIZED = "serialized"
-    """From any thread, one call at a time."""
+    """From any thread, one call at a time on each communicator."""
     MULTIPLE = "multiple"
     """From several threads at once."""
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from commlayer.config import CommConfig
     from commlayer.demo.text import Tokenizer
     from commlayer.demo.weights import Progress, Source
+    from commlayer.pipeline.topology import Topology
 
 PROMPTS = (
     "What is the capital of France?",
@@ -28,6 +29,11 @@ class Model(str, Enum):
     toy = "toy"
 
 
+class Shape(str, Enum):
+    linear = "linear"
+    folded = "folded"
+
+
 def register(app: typer.Typer) -> None:
     app.command()(demo)
 
@@ -37,6 +43,10 @@ def demo(
         Model, typer.Option(help="SmolLM2-135M-Instruct, or a small one with random weights.")
     ] = Model.smollm2,
     stages: Annotated[int, typer.Option(min=2, help="Processes to split the layers over.")] = 2,
+    topology: Annotated[
+        Shape,
+        typer.Option(help="One stage a process, or two: up the processes and back down."),
+    ] = Shape.linear,
     prompt: Annotated[
         list[str] | None, typer.Option(help="What to ask; may be repeated.", show_default=False)
     ] = None,
@@ -81,7 +91,7 @@ def demo(
             source=source,
             prompts=tuple(tuple(tokenizer.encode(text)) for text in prompts),
             limits=Limits(max_tokens, micro_batch, in_flight or 2 * stages, prefill_chunk),
-            stages=stages,
+            topology=_topology(topology, stages),
             rounds=rounds,
             config=comm_config,
         )
@@ -95,6 +105,12 @@ def demo(
         screen.show(result)
     if not result.tokens_identical:
         raise typer.Exit(1)
+
+
+def _topology(shape: Shape, ranks: int) -> Topology:
+    from commlayer.pipeline.topology import FoldedTopology, LinearTopology
+
+    return LinearTopology(ranks) if shape is Shape.linear else FoldedTopology(ranks)
 
 
 def _config(file: Path | None) -> CommConfig:

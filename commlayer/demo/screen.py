@@ -85,27 +85,34 @@ def _measurements(figures: Figures, ratio: Spread) -> Table:
     modes = [mode for mode in (figures.overlapped, figures.blocking) if mode is not None]
     rates = [_spread(mode.tokens_per_second, _rate) for mode in modes]
     table.add_row("tokens per second", *rates, _spread(ratio, _ratio))
-    for stage in range(len(figures.layers)):
-        shares = [_spread(mode.idle_share[stage], _share) for mode in modes]
-        table.add_row(f"idle share, stage {stage}", *shares)
+    for rank in range(len(figures.ranks)):
+        shares = [_spread(mode.idle_share[rank], _share) for mode in modes]
+        table.add_row(f"idle share, {_place(figures)} {rank}", *shares)
     return table
 
 
 def _notes(figures: Figures) -> Iterator[str]:
-    layers = ", ".join(f"{start}–{stop - 1}" for start, stop in figures.layers)
+    place = _place(figures)
+    parts = [f"{start}–{stop - 1}" for start, stop in figures.layers]
+    layers = ", ".join(" and ".join(parts[stage] for stage in rank) for rank in figures.ranks)
     peaks = ", ".join(f"{nbytes / 1024:.1f}" for nbytes in figures.peak_bytes_in_flight)
     if figures.ratio is not None:
         yield "median (range); blocking waits for each operation where it is posted"
     if figures.overlapped is not None:
         core = min(share.median for share in figures.overlapped.core_share)
         if core < BUSY:
-            yield f"busy machine: a stage got {_share(core)} of a core, the ratio says little"
-    yield f"{figures.model} on {figures.backend}, layers by stage: {layers}"
+            yield f"busy machine: a {place} got {_share(core)} of a core, the ratio says little"
+    yield f"{figures.model} on {figures.backend}, layers by {place}: {layers}"
     yield f"in flight: up to {figures.in_flight} micro-batches of {figures.micro_batch}"
-    yield f"peak of sends in flight by stage: {peaks} KiB"
+    yield f"peak of sends in flight by {place}: {peaks} KiB"
     yield f"token broadcasts: {figures.broadcasts} in {figures.steps} steps"
     single = _rate(figures.single_process_tokens_per_second)
     yield f"single process: {single} tokens per second (one run)"
+
+
+def _place(figures: Figures) -> str:
+    """What a process is called: its stage, if it has only one."""
+    return "stage" if all(len(stages) == 1 for stages in figures.ranks) else "rank"
 
 
 def _rate(value: float) -> str:

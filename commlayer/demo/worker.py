@@ -6,12 +6,14 @@ import os
 import signal
 import threading
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import replace
 
 from commlayer.config import CommConfig
 from commlayer.demo.model import split_layers
@@ -62,12 +64,26 @@ class Job:
         return [chunks[self.topology.chunk(v, rank)] for v in stages]
 
     @property
+    def connection(self) -> CommConfig:
+        """`config` with the channels of the topology, of which only the first is bounded."""
+        _, *folds = self.topology.channels
+        return replace(
+            self.config,
+            channels=_union(self.config.channels, self.topology.channels),
+            unbounded_channels=_union(self.config.unbounded_channels, folds),
+        )
+
+    @property
     def token_budget(self) -> int:
         """The most tokens that are generated."""
         return len(self.prompts) * self.limits.max_tokens
 
     def scheduler(self) -> Scheduler:
         return Scheduler(self.prompts, self.limits, self.source.config.stop_tokens)
+
+
+def _union(first: Iterable[str], second: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*first, *second)))
 
 
 @dataclass(frozen=True)
@@ -135,7 +151,7 @@ def _run(rank: int, job: Job, parent: Connection) -> Report:
 
     stages = load_stages(job.source, job.layers(rank))
     samples = rank == job.topology.sampling_rank
-    with commlayer.connect(job.config) as comm:
+    with commlayer.connect(job.connection) as comm:
 
         def run(phase: str, start: int, total: int, blocking: bool) -> tuple[Tokens, RunStats]:
             def tell(count: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from pluggy import HookRelay
 
+from commlayer.backend import Backend
 from commlayer.backend import World as BackendWorld
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
@@ -51,31 +52,36 @@ class _Agreed:
         return True
 
 
-def connect(rank: Rank, **config: Any) -> Communicator:
-    """Connect a rank of a world; `config` are keys of `CommConfig`.
+def mount(
+    rank: Rank, backend: Backend, *, beside: Backend | None = None, **config: Any
+) -> Communicator:
+    """Connect a rank of a world over `backend`; `config` are keys of `CommConfig`.
 
     Progress, ledger, policies and wire are the library's own, on the world's
-    runtime; the exchange of settings is taken as done.
+    runtime; the exchange of settings is taken as done.  `beside` is the host
+    transport of a device transport.
     """
-    world = rank.world
+    registry: Registry = _NO_PLUGINS
+    if beside is not None:
+        registry = Registry(())
+        registry.add_backend(beside)
     return connect_world(
-        BackendWorld(rank.index, len(world.ranks), _Agreed(), 60.0),
-        LoadedBackend(SimBackend(world), "simulator", ""),
+        BackendWorld(rank.index, len(rank.world.ranks), _Agreed(), 60.0),
+        LoadedBackend(backend, "simulator", ""),
         CommConfig(**config),
-        registry=_NO_PLUGINS,
+        registry=registry,
         runtime=rank.runtime,
     )
+
+
+def connect(rank: Rank, **config: Any) -> Communicator:
+    """Connect a rank on its world's transport."""
+    return mount(rank, SimBackend(rank.world), **config)
 
 
 def connect_device(rank: Rank, host: Profile, **config: Any) -> Communicator:
     """As `connect`, on the device transport of the profile beside the host transport `host`."""
     world = rank.world
-    registry = Registry(())
-    registry.add_backend(SimBackend(world, host))
-    return connect_world(
-        BackendWorld(rank.index, len(world.ranks), _Agreed(), 60.0),
-        LoadedBackend(SimStreamBackend(rank, world.profile), "simulator", ""),
-        CommConfig(**config),
-        registry=registry,
-        runtime=rank.runtime,
+    return mount(
+        rank, SimStreamBackend(rank, world.profile), beside=SimBackend(world, host), **config
     )

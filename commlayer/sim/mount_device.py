@@ -41,6 +41,17 @@ class SimDeviceRuntime:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return self._rank.arena.empty(*shape, dtype=dtype)
 
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        shape, strides = into.shape, into.stride()
+        extent = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        span = into.as_strided((extent,), (1,))
+        self._rank.device.launch(
+            "copy",
+            lambda data, place: place.as_strided(shape, strides, 0).copy_(data),
+            reads=[source],
+            writes=[span],
+        )
+
     def record_stream(self, tensor: torch.Tensor, stream: SimStream) -> None:
         self._rank.device.record_stream(tensor, stream)
 

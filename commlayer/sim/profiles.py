@@ -14,7 +14,6 @@ import msgspec
 
 from commlayer.errors import CommError, ErrorKind
 from commlayer.semantics import (
-    Capture,
     Completion,
     DroppedWork,
     NativeTimeout,
@@ -57,7 +56,7 @@ _GLOO_P2P = OperationSemantics(
     post_may_block=PostMayBlock.NEVER,
     order=Order.PER_TAG,
     max_outstanding_per_pair=0,
-    completion=Completion.LOCAL,
+    completion=Completion.MATCHED,
     size_mismatch=SizeMismatch.ABORTS,
     source_lifetime=SourceLifetime.REFERENCE,
     peer_loss=PeerLoss.NEXT_POST_ONLY,
@@ -69,8 +68,7 @@ _GLOO_COLLECTIVE = OperationSemantics(
     timeout=NativeTimeout.SAFE,
     dropped_work=DroppedWork.CONTINUES,
     post_may_block=PostMayBlock.NEVER,
-    order=Order.PER_TAG,
-    max_outstanding_per_pair=0,
+    dtypes=("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"),
 )
 GLOO = Profile(
     "gloo",
@@ -95,26 +93,22 @@ _STREAM = OperationSemantics(
     poll=Poll.EXACT,
     wait_blocks=WaitBlocks.STREAM,
     wait_repeatable=True,
-    timeout=NativeTimeout.DESTRUCTIVE,
     dropped_work=DroppedWork.CONTINUES,
-    post_may_block=PostMayBlock.NEVER,
     order=Order.IN_ORDER_STREAM,
     max_outstanding_per_pair=0,
-    completion=Completion.MATCHED,
-    size_mismatch=SizeMismatch.SILENT,
-    source_lifetime=SourceLifetime.RECORD_STREAM,
-    errors_polled=True,
-    dtypes=None,
 )
 NCCL = Profile(
     "nccl",
     Semantics(
-        p2p=msgspec.structs.replace(_STREAM, post_may_block=PostMayBlock.FIRST_USE),
-        collective=msgspec.structs.replace(_STREAM, source_lifetime=SourceLifetime.EVENT),
+        p2p=msgspec.structs.replace(
+            _STREAM,
+            post_may_block=PostMayBlock.FIRST_USE,
+            source_lifetime=SourceLifetime.RECORD_STREAM,
+        ),
+        collective=_STREAM,
         progress=Progress.AUTONOMOUS,
-        threads=Threads.MULTIPLE,
+        threads=Threads.SERIALIZED,
         devices=("cuda",),
-        capture=Capture.ALLOWED,
     ),
     "ProcessGroupNCCL as read: the first operation of a pair connects it and blocks the host",
 )
@@ -122,28 +116,40 @@ XCCL = Profile(
     "xccl",
     Semantics(
         p2p=msgspec.structs.replace(
-            _STREAM, post_may_block=PostMayBlock.ALWAYS, timeout=NativeTimeout.SAFE,
-            errors_polled=False,
+            _STREAM,
+            timeout=NativeTimeout.SAFE,
+            post_may_block=PostMayBlock.ALWAYS,
+            source_lifetime=SourceLifetime.RECORD_STREAM,
         ),
         collective=msgspec.structs.replace(
-            _STREAM, timeout=NativeTimeout.SAFE, errors_polled=False,
-            source_lifetime=SourceLifetime.EVENT,
+            _STREAM, timeout=NativeTimeout.SAFE, dropped_work=DroppedWork.UNSAFE
         ),
         progress=Progress.AUTONOMOUS,
-        threads=Threads.MULTIPLE,
+        threads=Threads.SERIALIZED,
         devices=("xpu",),
     ),
     "ProcessGroupXCCL as read: a send keeps the host busy until the peer posts its receive",
-)  # fmt: skip
+)
+CCL_BINDINGS = Profile(
+    "ccl_bindings",
+    Semantics(progress=Progress.AUTONOMOUS, threads=Threads.SERIALIZED, devices=("xpu",)),
+    "oneccl_bindings_for_pytorch: the poll blocks as measured, the rest at its weakest",
+)
 HCCL = Profile(
     "hccl",
     Semantics(
-        p2p=msgspec.structs.replace(_STREAM, timeout=NativeTimeout.IGNORED),
+        p2p=msgspec.structs.replace(
+            _STREAM,
+            timeout=NativeTimeout.IGNORED,
+            post_may_block=PostMayBlock.NEVER,
+            completion=Completion.MATCHED,
+            source_lifetime=SourceLifetime.EVENT,
+        ),
         collective=msgspec.structs.replace(
-            _STREAM, timeout=NativeTimeout.IGNORED, source_lifetime=SourceLifetime.EVENT
+            _STREAM, timeout=NativeTimeout.IGNORED, dropped_work=DroppedWork.UNSAFE
         ),
         progress=Progress.AUTONOMOUS,
-        threads=Threads.MULTIPLE,
+        threads=Threads.SERIALIZED,
         devices=("npu",),
     ),
     "HCCL as read: one serialized stream a communicator, and a device watchdog",
@@ -157,7 +163,7 @@ MPI = Profile(
             wait_repeatable=True,
             timeout=NativeTimeout.IGNORED,
             dropped_work=DroppedWork.UNSAFE,
-            eager_bytes=8,
+            eager_bytes=4096,
             post_may_block=PostMayBlock.NEVER,
             order=Order.PER_TAG,
             max_outstanding_per_pair=0,
@@ -178,7 +184,7 @@ MPI = Profile(
         threads=Threads.SERIALIZED,
         tags=True,
     ),
-    "MPICH as measured: 8 bytes are eager, progress only inside calls, a dropped request is unsafe",
+    "MPICH as measured: 4 KiB are eager, progress only inside calls, a dropped request is unsafe",
 )
 ONECCL_CPU = Profile(
     "oneccl_cpu",
@@ -221,7 +227,7 @@ UNORDERED = Profile(
 ADVERSARY_SERIAL = Profile(
     "adversary_serial",
     Semantics(
-        p2p=OperationSemantics(max_outstanding_per_pair=0),
+        p2p=OperationSemantics(),
         progress=Progress.AUTONOMOUS,
         threads=Threads.MULTIPLE,
         tags=True,
@@ -231,9 +237,7 @@ ADVERSARY_SERIAL = Profile(
 ADVERSARY_POLLED = Profile(
     "adversary_polled",
     Semantics(
-        p2p=OperationSemantics(
-            poll=Poll.EXACT, post_may_block=PostMayBlock.NEVER, max_outstanding_per_pair=0
-        ),
+        p2p=OperationSemantics(poll=Poll.EXACT, post_may_block=PostMayBlock.NEVER),
         tags=True,
     ),
     "the weakest facts under which polling can drive: one thread, progress only in its calls",
@@ -247,8 +251,8 @@ ADVERSARY_WEAKEST = Profile(
 PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
-        GLOO, GLOO_EARLY_POLL, NCCL, XCCL, HCCL, MPI, ONECCL_CPU, ADVERSARY, UNORDERED,
-        ADVERSARY_SERIAL, ADVERSARY_POLLED, ADVERSARY_WEAKEST,
+        GLOO, GLOO_EARLY_POLL, NCCL, XCCL, CCL_BINDINGS, HCCL, MPI, ONECCL_CPU, ADVERSARY,
+        UNORDERED, ADVERSARY_SERIAL, ADVERSARY_POLLED, ADVERSARY_WEAKEST,
     )
 }  # fmt: skip
 

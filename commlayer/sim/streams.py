@@ -250,7 +250,10 @@ class _Kernel(Item):
                 return True
             if buffer.block is not None:
                 buffer.block.written, buffer.block.written_at = self.issued, by
-        self.function(*(_view(*view) for view in self.views))
+        try:
+            self.function(*(_view(*view) for view in self.views))
+        except AssertionError as error:
+            self.world.fail(FailureKind.ERROR, f"{by}: {error}", unwind=False)
         return True
 
 

@@ -131,7 +131,8 @@ class SimEndpoint(Endpoint):
         self.rank = rank
         self.rank_object: Rank = network.world.ranks[rank]
         self._opener = network.world.running
-        self._outstanding: defaultdict[tuple[str, int], list[Operation]] = defaultdict(list)
+        self._inside = 0
+        self._outstanding: defaultdict[tuple[str, int, int], list[Operation]] = defaultdict(list)
         self._broadcasts = 0
         self._stream: SimStream | None = None
         self._pending: list[Operation] = []
@@ -273,13 +274,13 @@ class SimEndpoint(Endpoint):
         if not limit or operation.kind == "broadcast":
             return
         self.world.touch(reads=EVERYTHING)
-        queue = self._outstanding[operation.kind, operation.peer]
+        queue = self._outstanding[operation.kind, operation.peer, operation.tag]
         queue[:] = [o for o in queue if not o.done()]
         queue.append(operation)
         if len(queue) > limit:
             self.world.fail(
                 FailureKind.MISUSE,
-                f"more than {limit} outstanding per pair: {operation.describe()}",
+                f"more than {limit} outstanding per pair and tag: {operation.describe()}",
                 tuple(o.describe() for o in queue[:-1]),
             )
 
@@ -289,9 +290,11 @@ class SimEndpoint(Endpoint):
         """A call blocks inside the transport."""
         self.check_thread()
         self.network.inside[self.rank] += 1
+        self._inside += 1
 
     def leave(self) -> None:
         self.network.inside[self.rank] -= 1
+        self._inside -= 1
 
     def drive(self) -> None:
         self.network.drive(self.rank)
@@ -303,7 +306,7 @@ class SimEndpoint(Endpoint):
             return
         if threads is Threads.FUNNELED and running is not self._opener:
             what = "called from another thread than the one that opened it"
-        elif self.network.inside[self.rank] > 0:
+        elif self._inside > 0:
             what = "called while another thread is inside a call"
         else:
             return

@@ -17,6 +17,9 @@ from commlayer.backend import Backend, Endpoint, Transport, World
 from commlayer.errors import CommError, ErrorKind
 from commlayer.streams.device import DeviceRuntime
 
+_LONG = timedelta(days=24)
+"""In milliseconds it fits into 32 bits."""
+
 
 class PairEndpoint(Endpoint):
     """A process group of two ranks: every operation is with the other one.
@@ -68,7 +71,7 @@ class StreamTransport(Transport):
             f"{self._backend.name}/{name}/{low}-{high}",
             self._world.store,
             mine,
-            timedelta(seconds=self._world.connect_timeout),
+            _LONG,
         )
         return PairEndpoint(group, 1 - mine)
 
@@ -90,6 +93,8 @@ class StreamBackend(Backend):
         """Make the process group `name` of two ranks, with ``send`` and ``recv``.
 
         `rank` is 0 or 1; the two find each other under `name` on `store`.
+        `timeout` is for transports that want a limit for their operations and
+        abort when it expires: it is longer than any operation takes.
         """
 
     def open(self, world: World, options: Mapping[str, Any]) -> StreamTransport:

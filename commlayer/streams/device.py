@@ -45,11 +45,15 @@ class DeviceRuntime(Protocol):
         ...
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is in the memory of this kind of device."""
+        """Whether `tensor` is in the memory of this device."""
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised memory of the device, allocated on the current stream."""
+        ...
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        """Copy between tensors of this device, of the same shape, on the current stream."""
         ...
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
@@ -77,14 +81,18 @@ class TorchDevice:
         return torch.accelerator.current_stream(self._device)
 
     def holds(self, tensor: Tensor) -> bool:
-        return tensor.device.type == self._device.type
+        return tensor.device == self._device
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def copy(self, into: Tensor, source: Tensor) -> None:
+        into.copy_(source)
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
 
     def capturing(self) -> bool:
-        is_capturing = getattr(self.current_stream(), "is_capturing", None)
+        module = torch.get_device_module(self._device)
+        is_capturing = getattr(module, "is_current_stream_capturing", None)
         return bool(is_capturing()) if is_capturing is not None else False

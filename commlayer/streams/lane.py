@@ -10,11 +10,13 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from commlayer.backend import Endpoint
-from commlayer.semantics import PostMayBlock
+from commlayer.errors import CommError
+from commlayer.semantics import OperationSemantics, PostMayBlock, WaitBlocks
 from commlayer.streams.device import DeviceEvent, DeviceRuntime
 from commlayer.tracking.ledger import Ledger
 from commlayer.tracking.operation import LaneKey, Operation
-from commlayer.tracking.progress import NativeWork, Procedure, ProgressEngine
+from commlayer.tracking.progress import NativeWork, PollingProgress, Procedure
+from commlayer.tracking.retention import DeviceHold
 from commlayer.tracking.runtime import Runtime
 
 
@@ -23,18 +25,16 @@ class StreamWork(NamedTuple):
 
     works: Sequence[Any]
     event: DeviceEvent
-    results: Sequence[Tensor]
-    """Received memory, to be recorded on every stream that waits for it."""
 
 
 class LaneSide(Protocol):
     """What the device lanes of one connection share."""
 
     device: DeviceRuntime
+    facts: OperationSemantics
     runtime: Runtime
     ledger: Ledger
-    progress: ProgressEngine
-    post_may_block: PostMayBlock
+    progress: PollingProgress
     lock: AbstractContextManager[object]
 
     def notify(self) -> None:
@@ -50,13 +50,13 @@ class _Posted(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """A post that waits for its time: `after` is where the caller's stream was."""
+    """A post that waits for its time: `after` is where the callers' streams were."""
 
     operation: Operation
     tensors: Sequence[Tensor]
     receives: bool
     build: Callable[[], Any]
-    after: DeviceEvent
+    after: Sequence[DeviceEvent]
 
 
 class DeviceLane(Endpoint):
@@ -67,11 +67,13 @@ class DeviceLane(Endpoint):
     the user's threads, with the current stream of the caller, never by a driver.
     A stream of the lane's own waits for each native work and records the event,
     so that completion is exact whatever the transport's poll says, and several
-    streams can wait for one operation.
+    streams can wait for one operation.  The next native operation is posted
+    behind that wait: a lane has one at a time on the device.
 
-    Where posting may block the host, a task of the lane posts, in order: the
-    caller is never held up, and ranks that all send first do not wait for each
-    other.  With FIRST_USE it does so only until the communicator is connected.
+    Where posting or the native wait may block the host, a task of the lane
+    posts, in order: the caller is never held up, and ranks that all send first
+    do not wait for each other.  With FIRST_USE it does so only until the
+    communicator is connected.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class DeviceLane(Endpoint):
         failed: Callable[[Exception], object],
     ) -> None:
         self.name = name
-        self._key = key
+        self.key = key
         self._endpoint = endpoint
         self._side = side
         self._device = side.device
@@ -91,11 +93,17 @@ class DeviceLane(Endpoint):
         self._stream = side.device.stream()
         self._held: deque[_Held] = deque()
         self._queue: deque[_Posted] = deque()
+        self._stranded: list[Any] = []
+        self._current: Operation | None = None
         self._wake = side.runtime.event()
         self._finishing = False
         self._started = False
-        self._direct = side.post_may_block is PostMayBlock.NEVER
+        self._blocking_wait = side.facts.wait_blocks is WaitBlocks.HOST
+        self._direct = self._never_blocks(PostMayBlock.NEVER)
         self._posting = False
+
+    def _never_blocks(self, *allowed: PostMayBlock) -> bool:
+        return self._side.facts.post_may_block in allowed and not self._blocking_wait
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Any:
         return self._endpoint.isend(tensor, dst, tag)
@@ -124,14 +132,18 @@ class DeviceLane(Endpoint):
         receives: bool,
         build: Callable[[], Any],
     ) -> None:
-        after = self._device.event()
-        after.record(self._device.current_stream())
+        here = self._device.event()
+        here.record(self._device.current_stream())
+        after = (here,) if operation.after is None else (here, operation.after)
         held = _Held(operation, tensors, receives, build, after)
         if self._direct:
             self._post(held)
-            return
-        self._held.append(held)
-        if not self._posting:
+        else:
+            self._held.append(held)
+        if not self._started:
+            self._started = True
+            self._side.progress.start(self)
+        if self._held and not self._posting:
             self._posting = True
             self._side.runtime.spawn(self._post_held, f"commlayer post {self.name}")
 
@@ -144,31 +156,47 @@ class DeviceLane(Endpoint):
                     self._held.popleft()
                     if not self._held:
                         self._posting = False
-                        self._direct = self._side.post_may_block is PostMayBlock.FIRST_USE
+                        self._direct = self._never_blocks(
+                            PostMayBlock.NEVER, PostMayBlock.FIRST_USE
+                        )
                         self._wake.set()
                         return
         except Exception as error:
             self._failed(error)
 
     def _post(self, held: _Held) -> None:
+        works: list[Any] = []
+        try:
+            self._post_into(works, held)
+        except BaseException:
+            self._stranded.append((held, works))
+            raise
+
+    def _post_into(self, works: list[Any], held: _Held) -> None:
         operation, tensors = held.operation, held.tensors
         post = self._endpoint.irecv if held.receives else self._endpoint.isend
         event = self._device.event()
+        if self._blocking_wait:
+            for reached in held.after:
+                reached.synchronize()
         with self._stream:
-            held.after.wait(self._stream)
-            works = [post(tensor, self._key.peer, 0) for tensor in tensors]
-            for work in works:
+            for reached in held.after:
+                reached.wait(self._stream)
+            for tensor in tensors:
+                work = post(tensor, self.key.peer, 0)
                 self._endpoint.wait(work)
+                works.append(work)
             value = held.build()
             event.record(self._stream)
-        posted = StreamWork(works, event, tensors if held.receives else ())
-        operation.value = value
-        operation.stream_work = posted
-        self._queue.append(_Posted(operation, posted, tensors, value))
+        work = StreamWork(works, event)
+        kept = held.receives or operation.device_hold is not DeviceHold.POST
+        self._queue.append(_Posted(operation, work, tensors if kept else (), value))
+        if held.receives:
+            operation.value = value
+        if not operation.host_payload:
+            operation.stream_work = work
         self._wake.set()
-        if not self._started:
-            self._started = True
-            self._side.progress.start(self)
+        self._side.progress.wake()
         self._side.notify()
 
     def poll(self, work: StreamWork) -> bool:
@@ -186,15 +214,29 @@ class DeviceLane(Endpoint):
                 if not self._queue and not (self._finishing and not self._held):
                     yield self._wake
             posted = self._queue.popleft()
+            operation, value = posted.operation, posted.value
+            self._current = operation
             try:
                 yield NativeWork(self, posted.work)
             except Exception as error:
                 self._failed(error)
                 return
-            operation, value = posted.operation, posted.value
             del posted
-            self._side.ledger.complete(operation, value)
+            self._current = None
+            self._side.ledger.complete_device_part(operation, value)
             del operation, value
+
+    def fail(self, error: CommError) -> None:
+        """Fail every operation.  Called under the side's lock.
+
+        Buffers stay with the lane until the device has let go of them.
+        """
+        current = self._current
+        pending = [current] if current is not None else []
+        pending += [posted.operation for posted in list(self._queue)]
+        pending += [held.operation for held in list(self._held)]
+        for operation in pending:
+            self._side.ledger.fail(operation, error.again(), quarantine=True)
 
     def finish(self) -> None:
         """Say that nothing follows."""
@@ -202,7 +244,12 @@ class DeviceLane(Endpoint):
         self._wake.set()
 
     def abandon(self, error: BaseException) -> None:
-        self._failed(error if isinstance(error, Exception) else RuntimeError(str(error)))
+        """In a task of its own: the caller may hold the side's lock."""
+        failure = error if isinstance(error, Exception) else RuntimeError(str(error))
+        self._side.runtime.spawn(lambda: self._fail_peer(failure), f"commlayer end {self.name}")
+
+    def _fail_peer(self, error: Exception) -> None:
+        self._failed(error)
 
     def close(self) -> None:
         self._endpoint.close()

@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from commlayer.semantics import PostMayBlock
+from commlayer.errors import CommError
+from commlayer.semantics import Capture, Semantics
 from commlayer.streams.backend import StreamTransport
 from commlayer.streams.device import DeviceRuntime
 from commlayer.streams.lane import DeviceLane
 from commlayer.tracking.ledger import Block, Ledger
 from commlayer.tracking.operation import LaneKey
-from commlayer.tracking.progress import PollingProgress, ProgressEngine
+from commlayer.tracking.progress import PollingProgress
 from commlayer.tracking.runtime import Event, Runtime
 
 
@@ -21,6 +22,10 @@ class Postponed(Protocol):
 
     def advance(self) -> None:
         """Post them, on the calling thread.  Called under the side's lock."""
+        ...
+
+    def post_failed(self, error: Exception) -> None:
+        """`advance` has raised `error`.  Called without a lock."""
         ...
 
 
@@ -35,25 +40,30 @@ class DeviceSide:
     def __init__(
         self,
         transport: StreamTransport,
-        post_may_block: PostMayBlock,
+        semantics: Semantics,
         runtime: Runtime,
         ledger: Ledger,
         block: Block,
     ) -> None:
         self.device: DeviceRuntime = transport.device
-        self.post_may_block = post_may_block
+        self.facts = semantics.p2p
         self.lock = runtime.lock()
         self.runtime = runtime
         self.ledger = ledger
-        self.progress: ProgressEngine = PollingProgress(runtime, background=True)
+        self.progress = PollingProgress(runtime, background=True)
+        self._capture = semantics.capture
         self._host_block = block
         self._transport = transport
         self._lanes: dict[LaneKey, DeviceLane] = {}
         self._postponed: deque[Postponed] = deque()
         self._waiters: list[Event] = []
+        self._lost: dict[int, CommError] = {}
 
     def lane(self, key: LaneKey, failed: Callable[[Exception], object]) -> DeviceLane:
-        """The device part of lane `key`.  Called under `lock`."""
+        """The device part of lane `key`.  Called under `lock`; raises if its peer is lost."""
+        error = self._lost.get(key.peer)
+        if error is not None:
+            raise error.again()
         lane = self._lanes.get(key)
         if lane is None:
             flow = f"{key.channel}/{key.tag}/{'up' if self._goes_up(key) else 'down'}"
@@ -103,13 +113,31 @@ class DeviceSide:
 
     def advance(self) -> None:
         """Post what was postponed.  Called on the user's thread, in any call."""
-        while self._postponed:
+        while self._postponed and not self.capture_refused():
             try:
                 lane = self._postponed.popleft()
             except IndexError:
                 return
+            failure = None
             with self.lock:
-                lane.advance()
+                try:
+                    lane.advance()
+                except Exception as error:
+                    failure = error
+            if failure is not None:
+                lane.post_failed(failure)
+
+    def capture_refused(self) -> bool:
+        """Whether the caller captures a graph that no operation may become part of."""
+        return self._capture is Capture.REFUSED and self.device.capturing()
+
+    def fail(self, peer: int, error: CommError) -> None:
+        """Fail every operation with `peer`, now and later."""
+        with self.lock:
+            self._lost[peer] = error
+            for key, lane in self._lanes.items():
+                if key.peer == peer:
+                    lane.fail(error)
 
     def join(self, peers: set[int], deadline: float) -> bool:
         """End the lanes with `peers`; False if device work is still pending at `deadline`."""

@@ -103,12 +103,11 @@ class TrackHandle:
         self._event = event
 
     def wait(self, timeout: float | None = None) -> None:
-        device = self._tracker.device
-        if self._event is None or device is None or self._operation.settled:
+        if self._event is None or self._tracker.device is None or self._operation.settled:
             self.synchronize(timeout)
             return
         checked_timeout(timeout)
-        self._event.wait(device.device.current_stream())
+        self._event.wait()
 
     def synchronize(self, timeout: float | None = None) -> None:
         operation = self._operation
@@ -159,6 +158,7 @@ class Tracker:
         self._lock = runtime.lock()
         self._polled: dict[int, tuple[Tracked, _EventSource | _PolledWork]] = {}
         self._polling = False
+        self._asking = False
         self._waited: set[Tracked] = set()
         self._free: list[int] = []
         self._slots = 0
@@ -178,17 +178,11 @@ class Tracker:
         if _has(work, "query", "synchronize", "wait"):
             event = work
         elif _has(work, "wait", "is_completed"):
-            if self._semantics.threads is not Threads.MULTIPLE:
-                raise CommError(
-                    ErrorKind.UNSUPPORTED,
-                    f"track of {what}",
-                    f"the backend declares threads = {self._semantics.threads.name}, so that no "
-                    "other thread than the caller's may ask for its completion",
-                    "Wait for the work itself",
-                )
             event = self._event_after(work)
-            if event is None and self._semantics.collective.poll is Poll.EXACT:
-                source = _PolledWork(work)
+            if event is None:
+                self._check_threads(what)
+                if self._semantics.collective.poll is Poll.EXACT:
+                    source = _PolledWork(work)
         else:
             raise CommError(
                 ErrorKind.CONFIG,
@@ -205,6 +199,16 @@ class Tracker:
         else:
             self._poll_for(operation, source)
         return handle
+
+    def _check_threads(self, what: str) -> None:
+        if self._semantics.threads is not Threads.MULTIPLE:
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                f"track of {what}",
+                f"the backend declares threads = {self._semantics.threads.name}, so that no "
+                "other thread than the caller's may ask for its completion",
+                "Wait for the work itself",
+            )
 
     def _event_after(self, work: Any) -> DeviceEvent | None:
         """An event that follows `work`, where works complete on streams; no stream is held up."""
@@ -250,8 +254,6 @@ class Tracker:
                 work.wait()
             except Exception as raised:
                 error = raised
-            with self._lock:
-                self._waited.discard(operation)
             self._settle(operation, error, "the transport")
 
         self.runtime.spawn(wait, f"commlayer track {operation.lane.tag}")
@@ -275,28 +277,32 @@ class Tracker:
             self.runtime.sleep(pause)
 
     def poll_once(self) -> bool:
-        """Settle whatever is complete; True if anything was.  Never blocks."""
-        moved = False
+        """Settle whatever is complete; True if anything was.
+
+        Never blocks: returns at once if another task is doing so.
+        """
         with self._lock:
+            if self._asking:
+                return False
+            self._asking = True
             polled = list(self._polled.values())
-        for operation, source in polled:
-            with self._lock:
-                # Taken out meanwhile, so that no work is asked by two tasks at once.
-                taken = self._polled.pop(id(operation), None)
-            if taken is None:
-                continue
-            error: Exception | None = None
-            try:
-                done = source.poll()
-            except Exception as raised:
-                done, error = True, raised
-            if done:
-                moved = True
-                self._settle(operation, error, source.reports)
-            else:
-                with self._lock:
-                    self._polled[id(operation)] = taken
-        return moved
+        try:
+            moved = False
+            for operation, source in polled:
+                moved |= self._ask(operation, source)
+            return moved
+        finally:
+            self._asking = False
+
+    def _ask(self, operation: Tracked, source: _EventSource | _PolledWork) -> bool:
+        error: Exception | None = None
+        try:
+            if not source.poll():
+                return False
+        except Exception as raised:
+            error = raised
+        self._settle(operation, error, source.reports)
+        return True
 
     def _settle(self, operation: Tracked, error: Exception | None, reports: str) -> None:
         if error is None:
@@ -312,6 +318,8 @@ class Tracker:
             failure.__cause__ = error
             self.ledger.fail(operation, failure)
         with self._lock:
+            self._polled.pop(id(operation), None)
+            self._waited.discard(operation)
             self._free.append(int(operation.lane.tag))
 
     def join(self, deadline: float) -> bool:
@@ -327,4 +335,3 @@ class Tracker:
 
 def _has(value: Any, *methods: str) -> bool:
     return all(callable(getattr(value, method, None)) for method in methods)
-

@@ -12,6 +12,7 @@ import msgspec
 from commlayer.errors import CommError, ErrorKind
 from commlayer.tracking.operation import LaneKey, Operation
 from commlayer.tracking.reaping import PollWorks, ReapingPolicy
+from commlayer.tracking.retention import DeviceHold
 from commlayer.tracking.runtime import Event, Runtime
 
 logger = logging.getLogger("commlayer")
@@ -167,26 +168,43 @@ class Ledger:
         """
         fingerprint = operation.fingerprint
         if fingerprint is not None and fingerprint.changed():
-            return self.fail(operation, _overwritten(operation))
-        return self._settle(operation, value, None)
+            return self._settle(operation, None, _overwritten(operation), ends=True)
+        return self._settle(operation, value, None, ends=True)
+
+    def complete_device_part(self, operation: Operation, value: Any = None) -> None:
+        """As `complete`, for the part on the device."""
+        operation.device_done = True
+        if operation.device_hold is DeviceHold.EVENT:
+            operation.device_buffers = ()
+        self.complete(operation, value)
 
     def fail(self, operation: Operation, error: CommError, *, quarantine: bool = False) -> bool:
         """Settle as failed.  False if already settled.
 
         `quarantine` lists it as given up while the transport still holds its
-        buffers, until `complete` says that the transport let go.
+        buffers, until all its parts are complete.
         """
         return self._settle(operation, None, error, quarantine)
 
     def _settle(
-        self, operation: Operation, value: Any, error: CommError | None, quarantine: bool = False
+        self,
+        operation: Operation,
+        value: Any,
+        error: CommError | None,
+        quarantine: bool = False,
+        *,
+        ends: bool = False,
     ) -> bool:
+        """`ends` says that a part of the operation has left the transport."""
         with self._lock:
+            operation.parts -= ends
             if operation.settled:
-                self._quarantine.pop(id(operation), None)
+                if operation.parts <= 0:
+                    self._quarantine.pop(id(operation), None)
                 return False
-            operation.parts -= 1
             if operation.parts and error is None:
+                if self._reaping.background:
+                    self._reap(operation.lane)
                 return True
             operation.value = value
             operation.error = error
@@ -251,6 +269,7 @@ class Ledger:
 
     def _release(self, operation: Operation) -> None:
         operation.retained = ()
+        operation.device_buffers = ()
         operation.works = ()
         operation.stream_work = None
         operation.fingerprint = None

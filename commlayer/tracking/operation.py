@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlayer.errors import CommError
+from commlayer.tracking.retention import DeviceHold
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,20 +44,30 @@ class Operation:
     happen on any thread; reading the flags needs no lock.
 
     An operation with a part on a device is complete when all its `parts` are.
-    `stream_work` is the device part once it is posted, and `notify` is called
-    when the operation is settled, for waits that look at more than that.
+    `device_buffers` are what that part sends, held as long as `device_hold` says;
+    `device_done` tells that it has ended.  `stream_work` is what a stream can wait
+    for in place of the host: the posted device part of an operation without
+    `host_payload`.  A receive into the caller's memory must come `after` an event;
+    `received` is the memory to be recorded on every stream that waits.  `notify`
+    is called when the operation is settled, for waits that look at more than that.
     """
 
     __slots__ = (
+        "after",
+        "device_buffers",
+        "device_done",
+        "device_hold",
         "error",
         "event",
         "fingerprint",
+        "host_payload",
         "kind",
         "lane",
         "nbytes",
         "notify",
         "parts",
         "posted_at",
+        "received",
         "retained",
         "sequence",
         "settled",
@@ -85,6 +96,12 @@ class Operation:
         self.parts = 1
         self.notify: Callable[[], None] | None = None
         self.stream_work: Any = None
+        self.host_payload = False
+        self.device_hold = DeviceHold.COMPLETION
+        self.device_buffers: Sequence[Any] = ()
+        self.device_done = False
+        self.after: Any = None
+        self.received: Sequence[Any] = ()
 
     def describe(self) -> str:
         """The operation in words, as errors and reports print it."""

@@ -156,9 +156,14 @@ class PollingProgress:
             return
         with self._lock:
             self._active[lane.name] = (lane, lane.steps(), self._ready_now)
-        self.advance()
-        if self._background and self._task is None:
+        if not self._background:
+            self.advance()
+        elif self._task is None:
             self._task = self._runtime.spawn(self._run, "commlayer polling")
+        self.wake()
+
+    def wake(self) -> None:
+        """Have the background task poll now, and often from now on."""
         self._started.set()
 
     def _run(self) -> None:

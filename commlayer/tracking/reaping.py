@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from commlayer.errors import CommError, ErrorKind
-from commlayer.semantics import Poll
+from commlayer.semantics import Completion, Poll, WaitBlocks
 from commlayer.tracking.operation import Operation
 from commlayer.tracking.policies import Policy
 
@@ -60,6 +60,29 @@ class BackgroundReaping(FifoReaping):
     background = True
 
 
+class GateOnDevice:
+    """As `BackgroundReaping`, and a send whose payload is all on a device when that has ended.
+
+    Its header may then not be known to be complete; that the device part was
+    matched says that the peer has it.  The header's lane waits for it all the same.
+    """
+
+    name = "gate_on_device"
+    background = True
+    requires: Mapping[str, Collection[Any]] = {
+        "wait_blocks": {WaitBlocks.STREAM},
+        "completion": {Completion.MATCHED, Completion.DELIVERED},
+    }
+
+    def reapable(self, entries: Sequence[Operation], poll: PollWorks) -> int:
+        count = 0
+        for entry in entries:
+            if not (entry.settled or (entry.device_done and not entry.host_payload)):
+                break
+            count += 1
+        return count
+
+
 class PollReaping:
     """Oldest first, on the word of the transport's own poll, without a wait."""
 
@@ -76,7 +99,7 @@ class PollReaping:
         return count
 
 
-_POLICIES = (BackgroundReaping, FifoReaping, PollReaping)
+_POLICIES = (BackgroundReaping, FifoReaping, GateOnDevice, PollReaping)
 
 
 def reaping_policy(config: CommConfig) -> ReapingPolicy:

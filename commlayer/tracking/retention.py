@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from commlayer.errors import CommError, ErrorKind
+from commlayer.semantics import SourceLifetime, WaitBlocks
 from commlayer.tracking.policies import Policy
 
 if TYPE_CHECKING:
@@ -14,11 +16,24 @@ if TYPE_CHECKING:
     from commlayer.config import CommConfig
 
 
+class DeviceHold(str, Enum):
+    """How long the library refers to what the device part of a send reads."""
+
+    POST = "post"
+    """Until it is posted: the transport tells the allocator what it still reads."""
+    EVENT = "event"
+    """Until the device event that follows it."""
+    COMPLETION = "completion"
+    """Until the whole operation is complete, host part included."""
+
+
 class RetentionPolicy(Policy, Protocol):
     """Decides what is posted in place of the caller's tensors.
 
     What `retain` returns is posted and held, together with the native works,
-    until the operation is complete.  Called on the posting thread.
+    until the operation is complete.  Called on the posting thread.  A policy that
+    has an attribute `device_hold` (`DeviceHold`) holds device memory as long as
+    that says.
     """
 
     def retain(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -31,9 +46,36 @@ class HoldReferences:
 
     name = "hold_references"
     requires: Mapping[str, Collection[Any]] = {}
+    device_hold = DeviceHold.COMPLETION
 
     def retain(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         return tensors
+
+
+class HoldUntilEvent(HoldReferences):
+    """As `HoldReferences`, but let go of device memory as soon as its event has passed.
+
+    The header of the message may then still be on its way.
+    """
+
+    name = "hold_until_event"
+    requires: Mapping[str, Collection[Any]] = {"wait_blocks": {WaitBlocks.STREAM}}
+    device_hold = DeviceHold.EVENT
+
+
+class RecordStream(HoldReferences):
+    """Hold no device memory: the allocator knows from the transport what is still read.
+
+    It frees later than a reference would: once work that was queued before the
+    free has run too.
+    """
+
+    name = "record_stream"
+    requires: Mapping[str, Collection[Any]] = {
+        "wait_blocks": {WaitBlocks.STREAM},
+        "source_lifetime": {SourceLifetime.RECORD_STREAM},
+    }
+    device_hold = DeviceHold.POST
 
 
 class CopyOnPost:
@@ -45,6 +87,7 @@ class CopyOnPost:
 
     name = "copy_on_post"
     requires: Mapping[str, Collection[Any]] = {}
+    device_hold = DeviceHold.COMPLETION
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -56,15 +99,19 @@ class CopyOnPost:
         ]
 
 
+_PLAIN = (HoldReferences, HoldUntilEvent, RecordStream)
+
+
 def retention_policy(config: CommConfig) -> RetentionPolicy:
     """The policy that ``config.retention`` names."""
-    if config.retention == HoldReferences.name:
-        return HoldReferences()
+    for policy in _PLAIN:
+        if policy.name == config.retention:
+            return policy()
     if config.retention == CopyOnPost.name:
         return CopyOnPost(config.copy_max_bytes)
     raise CommError(
         ErrorKind.CONFIG,
         "configuration",
         f"unknown retention policy {config.retention!r}",
-        f"Known: {HoldReferences.name}, {CopyOnPost.name}; or supply one by hook",
+        f"Known: {', '.join(known.name for known in (*_PLAIN, CopyOnPost))}; or supply one by hook",
     )

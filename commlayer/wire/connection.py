@@ -34,7 +34,8 @@ logger = logging.getLogger("commlayer")
 class Peer:
     """One other rank: its lanes, and why nothing more can be posted to it, if so.
 
-    `told` says that it was sent a goodbye.
+    `told` says that it was sent a goodbye, and `announced` are the lanes on which
+    it was told to await one.
 
     `parted` is set once nothing more is to be learnt from it: it has answered
     the goodbye, has said its own, or is lost.
@@ -47,6 +48,7 @@ class Peer:
         self.error: CommError | None = None
         self.lost = False
         self.told = False
+        self.announced: set[LaneName] = set()
         self.parted = runtime.event()
 
     def lanes(self) -> list[SendLane | RecvLane]:
@@ -195,6 +197,8 @@ class Connection:
                 lane.fail(error, stuck=True)
             else:
                 lane.fail(error)
+        if self.device is not None:
+            self.device.fail(peer.rank, error)
         self._part_from(peer)
 
     def _lane_broken(self, key: LaneKey, error: CommError) -> None:
@@ -235,6 +239,8 @@ class Connection:
         else:
             taken.update(message.receives)
             named = [*taken, *message.sends]
+            if isinstance(message, Bye):
+                named.extend(message.sent)
         if not all(self.tags.valid(*name) for name in named):
             raise protocol_error(f"control message of rank {peer.rank}", "it names an unknown lane")
         if isinstance(message, LaneBroken):
@@ -263,9 +269,20 @@ class Connection:
             for name, lane in lanes:
                 if name != CONTROL_LANE:
                     lane.fail(error, stuck=False, since=taken.get(name, 0))
+            self._keep(peer, message.sent)
+            peer.announced.update(pending)
             self._control(peer, ByeAck(self._open_receives(peer), pending))
         self._part(peer, message)
         self._part_from(peer)
+
+    def _keep(self, peer: Peer, sent: Iterable[LaneName]) -> None:
+        """Listen to lanes that hold messages nobody has asked for, unless this rank closes too."""
+        for name in sent:
+            if self._closed is not None:
+                return
+            lane = self._recv_lane(peer, name)
+            if self._closed is not None:
+                lane.sink(self._closed)
 
     def _open_receives(self, peer: Peer) -> tuple[Taken, ...]:
         with self._lock:
@@ -287,7 +304,11 @@ class Connection:
             if name not in message.sends:
                 receiving.expect_goodbye()
         listening = {name for name, _ in message.receives}
-        listening.update(name for name, lane in sends if lane.pending and not lane.stuck)
+        listening.update(
+            name
+            for name, lane in sends
+            if not lane.stuck and (lane.pending or name in peer.announced)
+        )
         listening.discard(CONTROL_LANE)
         for name in listening:
             self._say_goodbye(self._send_lane(peer, name), error)
@@ -368,9 +389,11 @@ class Connection:
         return ended and not self._stuck()
 
     def _drain(self, deadline: float) -> list[Operation]:
-        for operation in self.ledger.pending_sends():
+        """Wait for all pending sends; those undelivered at `deadline`, or when the peer closed."""
+        pending = self.ledger.pending_sends()
+        for operation in pending:
             self.ledger.wait(operation, max(0.0, deadline - self.runtime.now()))
-        return self.ledger.pending_sends()
+        return [each for each in pending if not each.settled or _refused(each)]
 
     def _say_bye(self, peer: Peer, closed: CommError) -> None:
         with self._lock:
@@ -387,7 +410,13 @@ class Connection:
         for name, lane in sends:
             if name in pending:
                 lane.fail(closed, stuck=False)
-        self._control(peer, Bye(self._open_receives(peer), pending))
+        peer.announced.update(pending)
+        sent = tuple(
+            name
+            for name, lane in sends
+            if lane.used and not lane.stuck and name not in (*pending, CONTROL_LANE)
+        )
+        self._control(peer, Bye(self._open_receives(peer), pending, sent))
 
     def _lanes(self, silent: Iterable[int]) -> list[Driven]:
         return [
@@ -437,6 +466,10 @@ class _ControlClaim:
             self._connection.distrust(self._peer, error)
             raise
         return None
+
+
+def _refused(operation: Operation) -> bool:
+    return operation.error is not None and operation.error.kind is ErrorKind.CLOSED
 
 
 def _first_line(error: BaseException) -> str:

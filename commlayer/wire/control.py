@@ -18,11 +18,14 @@ class Bye(msgspec.Struct, tag="bye", array_like=True, frozen=True, forbid_unknow
 
     `receives` are the lanes on which I receive from you, and how much of each
     I did: end each with a goodbye.  `sends` are the lanes on which I have
-    undelivered messages for you: take them in and throw them away.
+    undelivered messages for you: take them in and throw them away.  `sent` are
+    the lanes whose messages have all left me, and may not have been asked for:
+    take them in and keep them.
     """
 
     receives: tuple[Taken, ...]
     sends: tuple[LaneName, ...]
+    sent: tuple[LaneName, ...] = ()
 
 
 class ByeAck(

@@ -22,6 +22,7 @@ from commlayer.streams.side import DeviceSide
 from commlayer.tracking.ledger import Ledger
 from commlayer.tracking.operation import LaneKey, Operation
 from commlayer.tracking.progress import NativeWork, Procedure, ProgressEngine
+from commlayer.tracking.retention import DeviceHold
 from commlayer.tracking.runtime import Event, Runtime
 from commlayer.wire.frame import (
     PREFIX_BYTES,
@@ -87,6 +88,7 @@ class SendLane:
         self._wake = context.runtime.event()
         self._queue: deque[_Posted] = deque()
         self._stranded: list[Any] = []
+        self._on_device: list[Operation] = []
         self._current: Operation | None = None
         self._sequence = 0
         self._started = False
@@ -98,7 +100,16 @@ class SendLane:
     @property
     def pending(self) -> bool:
         """Whether native operations of this lane are outstanding."""
-        return self._current is not None or bool(self._queue)
+        return (
+            self._current is not None
+            or bool(self._queue)
+            or not all(operation.device_done for operation in list(self._on_device))
+        )
+
+    @property
+    def used(self) -> bool:
+        """Whether a message was posted."""
+        return self._sequence > 0
 
     def post(self, operation: Operation, outgoing: Outgoing) -> None:
         """Post `outgoing`; `operation` completes when the transport has let go of its buffers.
@@ -128,13 +139,16 @@ class SendLane:
         if device is None or not outgoing.device_payload:
             return None
         operation.parts = 2
-        operation.retained = (*operation.retained, *outgoing.device_payload)
+        operation.works = ()
+        operation.host_payload = bool(outgoing.payload)
+        if operation.device_hold is not DeviceHold.POST:
+            operation.device_buffers = outgoing.device_payload
+        self._on_device = [o for o in self._on_device if not o.device_done]
+        self._on_device.append(operation)
         try:
             with device.lock:
                 lane = device.lane(self.key, self._device_failed)
                 lane.send(operation, outgoing.device_payload)
-            if outgoing.payload:
-                operation.stream_work = None
         except Exception as error:
             self._stranded.append((operation, outgoing))
             return error
@@ -207,6 +221,7 @@ class SendLane:
             current = self._current
             pending = [current] if current is not None else []
             pending += [posted.operation for posted in self._queue]
+            pending += [o for o in self._on_device if not o.device_done and o not in pending]
             pending = [operation for operation in pending if operation.sequence >= since]
             self.stuck |= stuck and bool(pending)
         for operation in pending:
@@ -321,17 +336,18 @@ class RecvLane:
 
     def claim(self, claim: Claim) -> None:
         """Ask for the next message; the operation settles when it is here or cannot come."""
+        incoming: Incoming | None = None
+        error: CommError | None = None
         with self._lock:
             if self._arrived:
                 incoming = self._arrived.popleft()
                 self._taken += 1
+                if self._defer(claim, incoming):
+                    incoming = None
             elif self._error is not None:
                 error = self._error.again()
-                incoming = None
             else:
                 self._claims.append(claim)
-                incoming = None
-                error = None
         if incoming is not None:
             self._settle(claim, incoming)
         elif error is not None:
@@ -484,18 +500,23 @@ class RecvLane:
                 claim = self._claims.popleft()
             if claim is not None:
                 self._taken += 1
-        self._settle(claim, incoming)
+            if self._defer(claim, incoming):
+                return
+        if claim is not None:
+            self._settle(claim, incoming)
 
-    def _settle(self, claim: Claim | None, incoming: Incoming) -> None:
-        """Give `incoming` to `claim`, or throw it away where there is none or it is refused."""
+    def _settle(self, claim: Claim, incoming: Incoming) -> None:
+        if not self._refused(claim, incoming):
+            self._context.ledger.complete(claim.operation, self._build(claim, incoming))
+
+    def _defer(self, claim: Claim | None, incoming: Incoming) -> bool:
+        """Leave a message with device payload to `advance`.  Called under the lock."""
         device = self._context.device
-        if claim is not None and self._refused(claim, incoming):
-            claim = None
-        if device is not None and incoming.placed(Placement.DEVICE):
-            self._deferred.append((claim, incoming))
-            device.postpone(self)
-        elif claim is not None:
-            self._complete(claim, incoming)
+        if device is None or not incoming.placed(Placement.DEVICE):
+            return False
+        self._deferred.append((claim, incoming))
+        device.postpone(self)
+        return True
 
     def _refused(self, claim: Claim, incoming: Incoming) -> bool:
         operation = claim.operation
@@ -514,13 +535,24 @@ class RecvLane:
         """
         device = self._context.device
         assert device is not None
-        try:
-            while self._deferred:
-                self._receive_on(device, *self._deferred.popleft())
-        except Exception as error:
-            self._device_failed(error)
+        while self._deferred:
+            self._receive_on(device, *self._deferred[0])
+            self._deferred.popleft()
+
+    def post_failed(self, error: Exception) -> None:
+        """Fail what could not be received: its peer is lost."""
+        lost = self._context.peer_failed(self.key.peer, error)
+        with self._lock:
+            deferred = list(self._deferred)
+            self._deferred.clear()
+        for claim, _ in deferred:
+            if claim is not None:
+                self._context.ledger.fail(claim.operation, lost.again())
 
     def _receive_on(self, device: DeviceSide, claim: Claim | None, incoming: Incoming) -> None:
+        if claim is not None and self._refused(claim, incoming):
+            claim = None
+        lane = device.lane(self.key, self._device_failed)
         buffers = []
         for index in incoming.placed(Placement.DEVICE):
             meta = incoming.body.tensors[index]
@@ -533,18 +565,21 @@ class RecvLane:
             buffers.append(buffer)
         if claim is None:
             operation = Operation("discarded receive", self.key, 0, self._context.runtime.now())
+            lane.receive(operation, buffers, lambda: None)
         else:
             operation = claim.operation
-        lane = device.lane(self.key, self._device_failed)
-        lane.receive(operation, buffers, lambda: None if claim is None else claim.value(incoming))
+            operation.received = buffers
+            lane.receive(operation, buffers, lambda: self._build(claim, incoming))
 
     def _device_failed(self, error: Exception) -> None:
         self._context.peer_failed(self.key.peer, error)
 
-    def _complete(self, claim: Claim, incoming: Incoming) -> None:
+    def _build(self, claim: Claim, incoming: Incoming) -> Any:
+        """What `claim` yields; where that cannot be made, its operation fails."""
         operation = claim.operation
         try:
-            value = claim.value(incoming)
+            with torch.inference_mode():
+                return claim.value(incoming)
         except CommError as failure:
             self._context.ledger.fail(operation, failure)
         except Exception as failure:
@@ -552,8 +587,7 @@ class RecvLane:
                 operation,
                 protocol_error(operation.describe(), f"the value cannot be built ({failure})"),
             )
-        else:
-            self._context.ledger.complete(operation, value)
+        return None
 
     def _end(self) -> None:
         self._ended = True
@@ -593,12 +627,22 @@ class RecvLane:
     def sink(self, error: CommError) -> None:
         """Fail every claim with `error` and throw away what comes from now on until the goodbye.
 
-        Messages that are here already can still be claimed.
+        Messages that are here already can still be claimed, those with payload on
+        a device excepted.
         """
         self.fail(error)
         with self._lock:
             self._sinking = True
+            self._discard_arrived()
         self._wake.set()
+
+    def _discard_arrived(self) -> None:
+        """Throw away what arrived, from the first message with payload on a device on."""
+        first = next((n for n, i in enumerate(self._arrived) if i.placed(Placement.DEVICE)), None)
+        if first is not None:
+            while len(self._arrived) > first:
+                self._defer(None, self._arrived[first])
+                del self._arrived[first]
 
     def abandon(self, error: BaseException) -> None:
         self._break(_driver_died(self.name, error))

@@ -11,10 +11,11 @@ MAX_TAG = (1 << 16) - 1
 
 OBJECTS = "objects"
 BROADCAST = "broadcast"
+SLICES = "slices"
 CONTROL_LANE = ("control", "control")
 """Channel and tag of the library's own messages."""
 
-_RESERVED = (OBJECTS, BROADCAST, CONTROL_LANE[1])
+_RESERVED = (OBJECTS, BROADCAST, CONTROL_LANE[1], SLICES)
 _CHANNEL_BITS = 18
 _NUMBER = re.compile("0|[1-9][0-9]{0,4}")
 

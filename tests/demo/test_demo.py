@@ -22,6 +22,7 @@ from commlayer.demo.schedule import Limits
 from commlayer.demo.weights import RandomSource, toy
 from commlayer.demo.worker import Job
 from commlayer.errors import CommError
+from commlayer.pipeline.topology import FoldedTopology, LinearTopology
 
 PROMPTS = ["one", "a longer prompt, of more than one chunk", "", "four", "five"]
 TOY = ["--model", "toy", "--max-tokens", "12"]
@@ -75,10 +76,45 @@ def test_three_stages_and_another_batching(tmp_path: Path) -> None:
         assert all(0 <= share["median"] <= 1 for share in document[mode]["idle_share"])
 
 
+def test_folded_over_two_ranks_with_two_virtual_stages_each(tmp_path: Path) -> None:
+    config = tmp_path / "commlayer.toml"
+    config.write_text("max_inflight_ops = 2\n")
+    arguments = [argument for prompt in PROMPTS for argument in ("--prompt", prompt)]
+    arguments += ["--topology", "folded", "--rounds", "1", "--config", str(config)]
+    document = figures(*arguments)
+    assert document["tokens_identical"] is True
+    assert document["layers"] == [[0, 2], [2, 4], [4, 6], [6, 8]]
+    assert document["ranks"] == [[0, 3], [1, 2]]
+    assert 0 < document["broadcasts"] < document["steps"]
+    assert len(document["overlapped"]["idle_share"]) == 2
+
+
+def test_the_topology_adds_its_channels_and_unbounds_the_folds() -> None:
+    job = Job(
+        source=toy(),
+        prompts=((1,),),
+        limits=Limits(4, 1, 1, 16),
+        topology=FoldedTopology(2, 3),
+        rounds=0,
+        config=CommConfig(channels=("mine", "fold"), unbounded_channels=("mine",)),
+    )
+    assert job.connection.channels == ("mine", "fold", "data", "fold2")
+    assert job.connection.unbounded_channels == ("mine", "fold", "fold2")
+
+
+def test_folded_over_three_ranks_as_a_reader_sees_it() -> None:
+    done = demo(*TOY, "--topology", "folded", "--stages", "3", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    assert "tokens identical: yes" in done.stdout
+    assert "idle share, rank 2" in done.stdout
+    assert re.search(r"layers by rank: 0–\d and \d–7, ", done.stdout)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--stages", "9"], "8 layers cannot be split over 9 stages"),
+        (["--topology", "folded", "--stages", "5"], "Use --stages 4 or fewer"),
         (["--prompt", "x" * 5000], "Shorten the prompt"),
     ],
 )
@@ -129,7 +165,7 @@ def test_when_a_rank_fails_or_the_user_interrupts_no_process_is_left(
         source=Troubled(healthy.config, healthy.seed, trouble),
         prompts=((1, 2, 3),),
         limits=Limits(4, 1, 1, 16),
-        stages=2,
+        topology=LinearTopology(2),
         rounds=0,
         config=CommConfig.load({"backend": "gloo"}),
     )

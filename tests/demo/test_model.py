@@ -10,15 +10,17 @@ import torch
 from commlayer.demo.launch import run_alone
 from commlayer.demo.model import ModelConfig, Span, Stage, split_layers
 from commlayer.demo.schedule import Limits
-from commlayer.demo.weights import RandomSource, load_stage, toy
+from commlayer.demo.weights import RandomSource, load_stages, toy
 from commlayer.demo.worker import Job
+from commlayer.pipeline.topology import LinearTopology
 
 SOURCE = toy()
 PROMPT = torch.tensor([256, *b"The quick brown fox jumps"])
 
 
 def whole() -> Stage:
-    return load_stage(SOURCE, range(SOURCE.config.layers))
+    (stage,) = load_stages(SOURCE, [range(SOURCE.config.layers)])
+    return stage
 
 
 def logits(stages: list[Stage], prompt: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -35,7 +37,7 @@ def logits(stages: list[Stage], prompt: torch.Tensor, chunk: int) -> torch.Tenso
 
 @pytest.mark.parametrize("stages", [2, 3, 8])
 def test_stages_compute_exactly_what_the_whole_model_computes(stages: int) -> None:
-    split = [load_stage(SOURCE, layers) for layers in split_layers(SOURCE.config, stages)]
+    split = load_stages(SOURCE, split_layers(SOURCE.config, stages))
     expected = logits([whole()], PROMPT, len(PROMPT))
     assert torch.equal(logits(split, PROMPT, len(PROMPT)), expected)
 
@@ -61,7 +63,7 @@ def generate(source: RandomSource, prompt: list[int], tokens: int = 24) -> list[
         source=dataclasses.replace(source, config=config),
         prompts=(tuple(prompt),),
         limits=Limits(tokens, 1, 1, 16),
-        stages=1,
+        topology=LinearTopology(1),
         rounds=0,
         config=None,  # type: ignore[arg-type]
     )

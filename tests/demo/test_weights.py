@@ -10,7 +10,7 @@ import torch
 
 from commlayer.demo import weights
 from commlayer.demo.text import ByteTokenizer
-from commlayer.demo.weights import Unpacked, cached, load_stage, toy
+from commlayer.demo.weights import Unpacked, cached, load_stages, toy
 from commlayer.errors import CommError
 
 SOURCE = toy()
@@ -46,7 +46,7 @@ def refuse() -> Unpacked:
 def test_a_folder_gives_back_what_was_unpacked(tmp_path: Path, version: list[str]) -> None:
     source = cached(tmp_path, "packed", model, quiet)
     assert source.config == SOURCE.config
-    stage, expected = (load_stage(s, range(3, 8)) for s in (source, SOURCE))
+    (stage,), (expected,) = (load_stages(s, [range(3, 8)]) for s in (source, SOURCE))
     hidden = torch.randn(1, SOURCE.config.hidden_size)
     assert torch.equal(stage.logits(hidden), expected.logits(hidden))
     for index in range(SOURCE.config.layers):
@@ -59,7 +59,7 @@ def test_a_stage_reads_only_its_own_layers(tmp_path: Path, version: list[str]) -
     for index in (0, 1, 2, 6, 7):
         (source.folder / f"layer-{index:03d}.pt").unlink()
     (source.folder / "embedding.pt").unlink()
-    load_stage(source, range(3, 6))
+    load_stages(source, [range(3, 6)])
 
 
 def test_unpacked_once_for_each_version(tmp_path: Path, version: list[str]) -> None:
@@ -109,7 +109,7 @@ def test_two_that_unpack_at_the_same_time_agree(tmp_path: Path, version: list[st
 
     source = cached(tmp_path, "packed", while_another_finishes, quiet)
     assert list(tmp_path.iterdir()) == [source.folder]
-    load_stage(source, range(8))
+    load_stages(source, [range(8)])
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, version: list[str]) -> None:

@@ -52,7 +52,7 @@ MUTANTS = {
     "messages are taken last in, first out": (
         RecvLane, "claim",
         "self._arrived.popleft()", "self._arrived.pop()",
-        "core_dropped", "gloo", {FailureKind.ERROR},
+        "core_backlog", "gloo", {FailureKind.ERROR},
     ),
     "the bound does not bind": (
         Ledger, "_has_room", "return ", "return True or ",

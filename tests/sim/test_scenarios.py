@@ -1,6 +1,6 @@
 """Every scenario ends as it says, on every profile it names.
 
-``COMMLAYER_SIM_BUDGET`` is the number of schedules per scenario (a longer search
+``SIM_BUDGET`` is the number of schedules per scenario (a longer search
 than the default suite's).
 """
 
@@ -12,7 +12,7 @@ import pytest
 
 from commlayer.sim import FailureKind, Scenario, explore, replay, scenarios
 
-BUDGET = int(os.environ.get("COMMLAYER_SIM_BUDGET", "0"))
+BUDGET = int(os.environ.get("SIM_BUDGET", "0"))
 ALL = scenarios()
 CORE = {name for name in ALL if name.startswith("core_")}
 
@@ -68,7 +68,7 @@ def test_core_is_exhausted_at_one_deviation(name: str, on: str) -> None:
     assert report.exhausted, str(report)
 
 
-@pytest.mark.skipif(not BUDGET, reason="COMMLAYER_SIM_BUDGET asks for the longer search")
+@pytest.mark.skipif(not BUDGET, reason="SIM_BUDGET asks for the longer search")
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("on", ALL["core_one_each_way"].profiles)
 @pytest.mark.parametrize(

@@ -62,6 +62,12 @@ SERIALIZED = replace(
 )
 """Polled, from any one thread at a time."""
 
+EAGER = replace(
+    SERIALIZED,
+    p2p=replace(SERIALIZED.p2p, completion=Completion.LOCAL, eager_bytes=1 << 16),
+)
+"""Sends complete before anybody has asked for the message."""
+
 FUNNELED = replace(SERIALIZED, threads=Threads.FUNNELED)
 """Polled, from the connecting thread only."""
 
@@ -104,7 +110,7 @@ class Hub:
         self.closed: Counter[int] = Counter()
         self.most_outstanding = 0
         self._lock = threading.Lock()
-        self._queues: dict[Any, deque[weakref.ref[Work]]] = defaultdict(deque)
+        self._queues: dict[Any, deque[Callable[[], Work | None]]] = defaultdict(deque)
         self._dead: set[int] = set()
 
     def post(self, way: str, src: int, dst: int, tag: int, tensor: Tensor) -> Work:
@@ -113,7 +119,12 @@ class Hub:
             if self._dead & {src, dst}:
                 raise RuntimeError("connection closed by peer")
             self.posted[way] += 1
-            self._queues[way, src, dst, tag].append(weakref.ref(work))
+            queued: Callable[[], Work | None] = weakref.ref(work)
+            if way == "send" and tensor.numel() <= self.semantics.p2p.eager_bytes:
+                copied = Work(tensor.clone())
+                queued = lambda: copied  # noqa: E731
+                work.done.set()
+            self._queues[way, src, dst, tag].append(queued)
             sends, receives = (self._queues[w, src, dst, tag] for w in ("send", "recv"))
             if way == "send":
                 self.most_outstanding = max(self.most_outstanding, len(sends))

@@ -89,16 +89,6 @@ def test_an_unknown_channel_names_the_known_ones(pair: list[Communicator]) -> No
     assert "broadcast, control, data, fold" in caught.value.cure
 
 
-def test_slices_are_refused_as_long_as_they_are_not_sent(pair: list[Communicator]) -> None:
-    for call in (
-        lambda: pair[0].isend_tensor_dict({}, 1, all_gather_group=pair[0]),
-        lambda: pair[0].irecv_tensor_dict(1, all_gather_tensors={}),
-    ):
-        with pytest.raises(CommError) as caught:
-            call()
-        assert caught.value.kind is ErrorKind.UNSUPPORTED
-
-
 def nested() -> Any:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 

@@ -132,8 +132,12 @@ def test_names_select_policies() -> None:
 @pytest.mark.parametrize(
     ("key", "select", "known"),
     [
-        ("retention", retention_policy, "hold_references, copy_on_post"),
-        ("reaping", reaping_policy, "background, fifo, poll"),
+        (
+            "retention",
+            retention_policy,
+            "hold_references, hold_until_event, record_stream, copy_on_post",
+        ),
+        ("reaping", reaping_policy, "background, fifo, gate_on_device, poll"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(key: str, select: Any, known: str) -> None:

@@ -6,13 +6,20 @@ from typing import Any
 
 import msgspec
 import pytest
-from local import SERIALIZED, WAITED, Hub, MemoryStore, connect_rank, on_every_rank
+import torch.distributed as dist
+from local import SERIALIZED, WAITED, Hub, LocalBackend, MemoryStore, connect_rank, on_every_rank
 from msgspec.structs import replace
 
 from commlayer.backend import World
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.rendezvous import Hello, agree, world_of_environment, world_of_group
+from commlayer.rendezvous import (
+    Hello,
+    agree,
+    world_of_environment,
+    world_of_group,
+    world_of_job,
+)
 from commlayer.semantics import Completion
 from commlayer.tracking.runtime import ThreadRuntime
 
@@ -156,3 +163,50 @@ def test_an_unusable_environment_is_named(
 def test_a_group_needs_torch_distributed() -> None:
     with pytest.raises(CommError, match=r"not initialised.*init_process_group"):
         world_of_group(CommConfig(), None)
+
+
+class LaunchedBackend(LocalBackend):
+    """A backend whose own launcher started one job, or none."""
+
+    def __init__(self, job: World | None) -> None:
+        super().__init__(Hub(2), WAITED)
+        self._job = job
+
+    def job(self, connect_timeout: float) -> World | None:
+        return self._job
+
+
+def test_the_job_of_the_backend_counts_before_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for key, value in ENVIRONMENT.items():
+        monkeypatch.setenv(key, value)
+    store: Any = dist.HashStore()
+    backend = LaunchedBackend(World(1, 3, store, 5.0))
+    first, again, other = (
+        world_of_job(CommConfig(name=name, connect_timeout=7.0), backend)
+        for name in ("x", "x", "y")
+    )
+    assert (first.rank, first.size, first.connect_timeout) == (1, 3, 7.0)
+    first.store.set("key", b"first")
+    assert not again.store.check(["key"])
+    assert not other.store.check(["key"])
+
+
+def test_the_environment_counts_where_the_backend_has_no_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(CommError, match=r"RANK.* not set"):
+        world_of_job(CommConfig(), LaunchedBackend(None))
+    with pytest.raises(CommError, match=r"RANK.* not set"):
+        world_of_job(CommConfig(), LocalBackend(Hub(2), WAITED))
+
+
+def test_torch_distributed_counts_before_the_job_of_the_backend() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = world_of_job(CommConfig(), LaunchedBackend(World(1, 3, MemoryStore(), 5.0)))
+        assert (world.rank, world.size) == (0, 1)
+    finally:
+        dist.destroy_process_group()

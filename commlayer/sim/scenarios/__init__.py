@@ -1,5 +1,5 @@
 """Scenarios by theme.  Importing this package registers them all."""
 
-from commlayer.sim.scenarios import basic, core, device, distributed, host, pipeline
+from commlayer.sim.scenarios import basic, core, device, device_core, distributed, host, pipeline
 
-__all__ = ["basic", "core", "device", "distributed", "host", "pipeline"]
+__all__ = ["basic", "core", "device", "device_core", "distributed", "host", "pipeline"]

@@ -118,6 +118,25 @@ def core_dropped(world: World) -> None:
     world.start(2, body)
 
 
+@scenario(*TALKATIVE, case="C34")
+def core_backlog(world: World) -> None:
+    """Messages that arrive before anybody asks for them are handed out first in, first out."""
+    promises = Promises(world)
+
+    def body(rank: Rank) -> None:
+        comm = promises.connect(rank)
+        if rank.index == 0:
+            for value in (1, 2, 3):
+                comm.isend(promises.source(value), 1)
+            comm.drain()
+        else:
+            for value in (1, 2, 3):
+                assert int(comm.recv(blank(16), 0)[0]) == value
+                rank.sleep(1.0)
+
+    world.start(2, body)
+
+
 @scenario(*CORE, case="C1")
 def core_opposite_dicts(world: World) -> None:
     """Both ranks post a dict send first, then receive; no call blocks."""
@@ -352,6 +371,46 @@ def core_close(world: World) -> None:
         comm.isend(promises.source(rank.index), peer)
         assert int(comm.recv(blank(16), peer)[0]) == peer
         comm.close(timeout=60.0)
+
+    world.start(2, body)
+
+
+@scenario("gloo", "gloo_early_poll", "mpi", "adversary", "adversary_serial", case="C29")
+def core_sent_then_closed(world: World) -> None:
+    """One rank sends on two tags and closes at once; the other asks later and gets both."""
+    promises = Promises(world)
+
+    def body(rank: Rank) -> None:
+        comm, peer = promises.connect(rank), 1 - rank.index
+        if rank.index == 0:
+            comm.isend(promises.source(3), peer)
+            comm.isend(promises.source(4), peer, tag=1)
+            comm.close(timeout=60.0)
+        else:
+            assert int(comm.recv(blank(16), peer)[0]) == 3
+            assert int(comm.recv(blank(16), peer, tag=1)[0]) == 4
+
+    world.start(2, body)
+
+
+@scenario(*CORE, case="C29")
+def core_both_close(world: World) -> None:
+    """Both close while nobody receives, small and large: a close that raises nothing left
+    nothing behind, and one that does names a send."""
+    promises = Promises(world)
+
+    def body(rank: Rank) -> None:
+        comm, peer = promises.connect(rank, inline_bytes=0), 1 - rank.index
+        sends = [
+            comm.isend(promises.source(rank.index, nbytes), peer, tag=tag)
+            for tag, nbytes in enumerate((16, 1 << 13))
+        ]
+        try:
+            comm.close(timeout=0.2)
+        except CommError as error:
+            assert "isend to rank" in str(error), error
+        else:
+            assert [send.exception() for send in sends] == [None, None]
 
     world.start(2, body)
 

@@ -108,7 +108,7 @@ def _expect(tensor: torch.Tensor, value: int) -> None:
     assert int(tensor[0]) == value, f"expected {value}, got {int(tensor[0])}"
 
 
-@scenario("hccl", "nccl", case="C19")
+@scenario("nccl", "xccl", case="C19")
 def recorded_send_dropped(world: World) -> None:
     """A transport that records its stream may have work and tensor dropped; bytes come back."""
     world.start(2, lambda rank: _device_send(rank, drop=True))

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch._C._distributed_c10d import PrefixStore
 
 from commlayer.backend import Backend, Viability
@@ -30,50 +31,50 @@ from commlayer.semantics import (
     WaitBlocks,
 )
 from commlayer.streams.backend import StreamBackend
-from commlayer.streams.device import DeviceRuntime, TorchDevice
+from commlayer.streams.device import DeviceRuntime
+from commlayer_nccl.device import CudaDevice
 
-_P2P = OperationSemantics(
+_FACTS = OperationSemantics(
     poll=Poll.EXACT,
     wait_blocks=WaitBlocks.STREAM,
     wait_repeatable=True,
     timeout=NativeTimeout.DESTRUCTIVE,
     dropped_work=DroppedWork.CONTINUES,
-    post_may_block=PostMayBlock.FIRST_USE,
     order=Order.IN_ORDER_STREAM,
     max_outstanding_per_pair=0,
-    source_lifetime=SourceLifetime.RECORD_STREAM,
-    dtypes=None,
 )
 
 SEMANTICS = Semantics(
-    p2p=_P2P,
-    collective=OperationSemantics(
-        poll=Poll.EXACT,
-        wait_blocks=WaitBlocks.STREAM,
-        wait_repeatable=True,
-        timeout=NativeTimeout.DESTRUCTIVE,
-        dropped_work=DroppedWork.CONTINUES,
-        order=Order.IN_ORDER_STREAM,
-        source_lifetime=SourceLifetime.REFERENCE,
-        dtypes=None,
+    p2p=replace(
+        _FACTS,
+        post_may_block=PostMayBlock.FIRST_USE,
+        source_lifetime=SourceLifetime.RECORD_STREAM,
     ),
+    collective=_FACTS,
     progress=Progress.AUTONOMOUS,
     threads=Threads.SERIALIZED,
     tags=False,
     devices=("cuda",),
 )
 
-_SOURCE = "read in torch's ProcessGroupNCCL"
+_READ = "read in torch's ProcessGroupNCCL, not run"
 SOURCES = {
-    "p2p.poll": f"{_SOURCE}: a query of the end event",
-    "p2p.wait_blocks": f"{_SOURCE}: wait() orders the current stream",
-    "p2p.timeout": f"{_SOURCE}: wait(timeout) polls from the work's creation and aborts the "
+    "p2p.poll": f"{_READ}: a query of the end event",
+    "p2p.wait_blocks": f"{_READ}: wait() orders the current stream",
+    "p2p.wait_repeatable": f"{_READ}: every wait() orders the stream that is current then",
+    "p2p.timeout": f"{_READ}: wait(timeout) polls from the work's creation and aborts the "
     "communicator when it expires",
+    "p2p.dropped_work": f"{_READ}: the kernel is queued, and memory recorded on its stream",
     "p2p.post_may_block": "the first operation of a pair makes its communicator "
     "(pytorch issue 108378)",
-    "p2p.order": f"{_SOURCE}: one stream per communicator",
-    "p2p.source_lifetime": f"{_SOURCE}: record_stream, always",
-    "collective.source_lifetime": f"{_SOURCE}: stashed until wait or watchdog",
+    "p2p.order": f"{_READ}: one stream per communicator",
+    "p2p.source_lifetime": f"{_READ}: record_stream, always",
+    "collective.poll": f"{_READ}: a query of the end event",
+    "collective.dropped_work": f"{_READ}: stashed until the watchdog sees the end event",
+    "collective.source_lifetime": f"{_READ}: stashed until wait or watchdog",
+    "threads": "autograd's threads post on the groups that the main thread made "
+    "(DistributedDataParallel)",
+    "progress": f"{_READ}: kernels on the device",
 }
 
 
@@ -104,7 +105,7 @@ class NcclBackend(StreamBackend):
         return versions
 
     def device(self) -> DeviceRuntime:
-        return TorchDevice("cuda", torch.cuda.current_device())
+        return CudaDevice("cuda", torch.cuda.current_device())
 
     def group(self, name: str, store: Any, rank: int, timeout: timedelta) -> Any:
         options: Any = dist.ProcessGroupNCCL.Options()

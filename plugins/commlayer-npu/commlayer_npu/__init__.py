@@ -6,17 +6,21 @@ public threads of vllm-ascend; nothing has been run on a device.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
+from msgspec.structs import replace
 from torch._C._distributed_c10d import PrefixStore
 
 from commlayer.backend import Backend, Viability
 from commlayer.hookspecs import hookimpl
 from commlayer.semantics import (
+    Completion,
     DroppedWork,
     NativeTimeout,
     OperationSemantics,
@@ -34,41 +38,47 @@ from commlayer.streams.device import DeviceRuntime, TorchDevice
 
 _INSTALL = "pip install 'commlayer-npu[device]' on a machine with the CANN toolkit"
 
+_FACTS = OperationSemantics(
+    poll=Poll.EXACT,
+    wait_blocks=WaitBlocks.STREAM,
+    wait_repeatable=True,
+    timeout=NativeTimeout.IGNORED
+    if os.environ.get("TORCH_HCCL_BLOCKING_WAIT", "0") == "0"
+    else NativeTimeout.DESTRUCTIVE,
+    order=Order.IN_ORDER_STREAM,
+    max_outstanding_per_pair=0,
+)
+
 SEMANTICS = Semantics(
-    p2p=OperationSemantics(
-        poll=Poll.EXACT,
-        wait_blocks=WaitBlocks.STREAM,
-        wait_repeatable=True,
-        timeout=NativeTimeout.IGNORED,
+    p2p=replace(
+        _FACTS,
         dropped_work=DroppedWork.CONTINUES,
         post_may_block=PostMayBlock.NEVER,
-        order=Order.IN_ORDER_STREAM,
-        max_outstanding_per_pair=0,
+        completion=Completion.MATCHED,
         source_lifetime=SourceLifetime.EVENT,
-        dtypes=None,
     ),
-    collective=OperationSemantics(
-        poll=Poll.EXACT,
-        wait_blocks=WaitBlocks.STREAM,
-        wait_repeatable=True,
-        timeout=NativeTimeout.IGNORED,
-        order=Order.IN_ORDER_STREAM,
-        source_lifetime=SourceLifetime.EVENT,
-        dtypes=None,
-    ),
+    collective=_FACTS,
     progress=Progress.AUTONOMOUS,
     threads=Threads.SERIALIZED,
     tags=False,
     devices=("npu",),
 )
 
-_SOURCE = "read in torch_npu's ProcessGroupHCCL"
+_READ = "read in torch_npu's ProcessGroupHCCL, not run"
 SOURCES = {
-    "p2p.poll": f"{_SOURCE}: the end events are queried",
-    "p2p.timeout": f"{_SOURCE}: ignored unless TORCH_HCCL_BLOCKING_WAIT=1",
-    "p2p.order": f"{_SOURCE}: one serialized stream per communicator; a send holds it until it is "
-    "matched (vllm-ascend 11976)",
-    "p2p.source_lifetime": f"{_SOURCE}: recordStream, taken back by wait",
+    "p2p.poll": f"{_READ}: the end events are queried",
+    "p2p.wait_blocks": f"{_READ}: wait() orders the current stream",
+    "p2p.wait_repeatable": f"{_READ}: every wait() orders the stream that is current then",
+    "p2p.timeout": f"{_READ}: ignored unless TORCH_HCCL_BLOCKING_WAIT=1",
+    "p2p.dropped_work": f"{_READ}: the send is queued, and its memory recorded until wait()",
+    "p2p.post_may_block": f"{_READ}: the stream is held, not the host",
+    "p2p.order": f"{_READ}: one serialized stream per communicator",
+    "p2p.completion": "a send holds its stream until it is matched (vllm-ascend 11976)",
+    "p2p.source_lifetime": f"{_READ}: recordStream, taken back by wait",
+    "collective.source_lifetime": f"{_READ}: depends on the mode",
+    "threads": "autograd's threads post on the groups that the main thread made "
+    "(DistributedDataParallel)",
+    "progress": f"{_READ}: tasks on the device",
 }
 
 

@@ -12,10 +12,12 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch._C._distributed_c10d import PrefixStore
 
 from commlayer.backend import Backend, Viability
@@ -37,107 +39,144 @@ from commlayer.streams.backend import StreamBackend
 from commlayer.streams.device import DeviceRuntime, TorchDevice
 
 _BINDINGS = "oneccl_bindings_for_pytorch"
+_EXTENSION = "intel_extension_for_pytorch"
 _INSTALL = (
     "pip install an XPU build of torch (it contains xccl), or 'commlayer-oneccl[bindings]' "
     "from Intel's package index"
 )
 
 
-def _has_xccl() -> bool:
-    check = getattr(dist, "is_xccl_available", None)
-    return dist.is_available() and check is not None and bool(check())
+_FACTS = OperationSemantics(
+    poll=Poll.EXACT,
+    wait_blocks=WaitBlocks.STREAM,
+    wait_repeatable=True,
+    timeout=NativeTimeout.SAFE,
+    order=Order.IN_ORDER_STREAM,
+    max_outstanding_per_pair=0,
+)
 
-
-SEMANTICS = Semantics(
-    p2p=OperationSemantics(
-        poll=Poll.EXACT if _has_xccl() else Poll.BLOCKS,
-        wait_blocks=WaitBlocks.STREAM,
-        wait_repeatable=True,
-        timeout=NativeTimeout.SAFE if _has_xccl() else NativeTimeout.DESTRUCTIVE,
+XCCL_SEMANTICS = Semantics(
+    p2p=replace(
+        _FACTS,
         dropped_work=DroppedWork.CONTINUES,
         post_may_block=PostMayBlock.ALWAYS,
-        order=Order.IN_ORDER_STREAM,
-        max_outstanding_per_pair=0,
         source_lifetime=SourceLifetime.RECORD_STREAM,
-        dtypes=None,
     ),
-    collective=OperationSemantics(
-        poll=Poll.EXACT if _has_xccl() else Poll.BLOCKS,
-        wait_blocks=WaitBlocks.STREAM,
-        wait_repeatable=True,
-        order=Order.IN_ORDER_STREAM,
-        source_lifetime=SourceLifetime.REFERENCE,
-        dtypes=None,
-    ),
+    collective=_FACTS,
     progress=Progress.AUTONOMOUS,
     threads=Threads.SERIALIZED,
     tags=False,
     devices=("xpu",),
 )
 
-_SOURCE = "read in torch's ProcessGroupXCCL"
-SOURCES = {
-    "p2p.poll": f"{_SOURCE}: a query of the end event; the bindings' poll waits inside "
-    "(measured on their CPU build: 536 ms with a late peer)",
-    "p2p.timeout": f"{_SOURCE}: throws and leaves the operation running",
+BINDINGS_SEMANTICS = Semantics(
+    progress=Progress.AUTONOMOUS, threads=Threads.SERIALIZED, devices=("xpu",)
+)
+"""Little is known: everything that was not measured is at its weakest."""
+
+_READ = "read in torch's ProcessGroupXCCL, not run"
+_THREADS = "autograd's threads post on the groups that the main thread made"
+XCCL_SOURCES = {
+    "p2p.poll": f"{_READ}: a query of the end event, which never reports errors",
+    "p2p.wait_blocks": f"{_READ}: wait() orders the current stream",
+    "p2p.wait_repeatable": f"{_READ}: every wait() orders the stream that is current then",
+    "p2p.timeout": f"{_READ}: throws and leaves the operation running",
+    "p2p.dropped_work": f"{_READ}: the operation is queued, and memory recorded on its stream",
     "p2p.post_may_block": "isend polls for the peer's receive; all ranks sending first livelocks "
     "(sglang 23645)",
-    "p2p.order": f"{_SOURCE}: one stream per communicator",
-    "p2p.source_lifetime": f"{_SOURCE}: record_stream, always",
-    "collective.source_lifetime": f"{_SOURCE}: stashed until wait",
+    "p2p.order": f"{_READ}: one stream per communicator",
+    "p2p.source_lifetime": f"{_READ}: record_stream, always",
+    "collective.source_lifetime": f"{_READ}: stashed",
+    "threads": f"{_THREADS} (DistributedDataParallel)",
+    "progress": f"{_READ}: kernels on the device",
+}
+_MEASURED = "measured on a build of the bindings for the CPU, 2025-11"
+BINDINGS_SOURCES = {
+    "p2p.poll": f"{_MEASURED}: it waits inside (536 ms with a late peer)",
+    "p2p.order": "measured on oneCCL's own library for the CPU: sends of one size to one peer "
+    "overtook each other",
+    "p2p.max_outstanding_per_pair": "follows from their order",
+    "threads": f"{_THREADS} (DistributedDataParallel)",
+    "progress": "oneCCL's own worker threads",
 }
 
 
-class OneCclBackend(StreamBackend):
+class _OneCclBackend(StreamBackend):
     """``oneccl``, for ``xpu`` devices.  Host tensors and headers go over ``gloo``."""
 
     name: ClassVar[str] = "oneccl"
     host: ClassVar[str] = "gloo"
     plugin_api: ClassVar[tuple[int, int]] = (1, 1)
-    semantics: ClassVar[Semantics] = SEMANTICS
-    sources: ClassVar[Mapping[str, str]] = SOURCES
     priority: ClassVar[int] = 100
 
     def viability(self) -> Viability:
-        if not _has_xccl() and importlib.util.find_spec(_BINDINGS) is None:
+        if not _has_xccl() and not _has(_BINDINGS):
             return Viability(
                 False,
                 f"torch {torch.__version__} is built without xccl, and {_BINDINGS} is missing",
                 _INSTALL,
             )
-        if not _xpu().is_available():
+        if not torch.xpu.is_available():
             return Viability(False, "no XPU device is visible", "See xpu-smi discovery")
-        return Viability(True, f"{_xpu().device_count()} XPU devices")
+        return Viability(True, f"{torch.xpu.device_count()} XPU devices")
+
+    def device(self) -> DeviceRuntime:
+        return TorchDevice("xpu", torch.xpu.current_device())
+
+
+class XcclBackend(_OneCclBackend):
+    """Torch's own ``xccl`` group."""
+
+    semantics: ClassVar[Semantics] = XCCL_SEMANTICS
+    sources: ClassVar[Mapping[str, str]] = XCCL_SOURCES
+
+    def versions(self) -> Mapping[str, str]:
+        return {"torch": str(torch.__version__)}
+
+    def group(self, name: str, store: Any, rank: int, timeout: timedelta) -> Any:
+        group: Any = dist.ProcessGroupXCCL
+        if not hasattr(group, "Options"):  # torch 2.8
+            return group(PrefixStore(name, store), rank, 2)
+        options = group.Options()
+        options._timeout = timeout
+        return group(PrefixStore(name, store), rank, 2, options)
+
+
+class BindingsBackend(_OneCclBackend):
+    """The ``ccl`` group of ``oneccl_bindings_for_pytorch``."""
+
+    semantics: ClassVar[Semantics] = BINDINGS_SEMANTICS
+    sources: ClassVar[Mapping[str, str]] = BINDINGS_SOURCES
 
     def versions(self) -> Mapping[str, str]:
         versions = {"torch": str(torch.__version__)}
-        if importlib.util.find_spec(_BINDINGS) is not None:
-            versions[_BINDINGS] = str(getattr(_bindings(), "__version__", "unknown"))
+        if _has(_BINDINGS):
+            versions[_BINDINGS] = _bindings_version()
         return versions
 
-    def device(self) -> DeviceRuntime:
-        return TorchDevice("xpu", _xpu().current_device())
-
     def group(self, name: str, store: Any, rank: int, timeout: timedelta) -> Any:
-        if _has_xccl():
-            return importlib.import_module("torch._C._distributed_c10d").ProcessGroupXCCL(
-                PrefixStore(name, store), rank, 2
-            )
-        _bindings()
+        if _has(_EXTENSION):
+            importlib.import_module(_EXTENSION)
+        importlib.import_module(_BINDINGS)
         creator = dist.Backend._plugins["CCL"].creator_fn
         return creator(PrefixStore(name, store), rank, 2, timeout)
 
 
-def _bindings() -> Any:
-    if importlib.util.find_spec("intel_extension_for_pytorch") is not None:
-        importlib.import_module("intel_extension_for_pytorch")
-    return importlib.import_module(_BINDINGS)
+def _has_xccl() -> bool:
+    return dist.is_available() and dist.is_xccl_available()
 
 
-def _xpu() -> Any:
-    return torch.xpu
+def _bindings_version() -> str:
+    try:
+        return version("oneccl-bind-pt")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 @hookimpl
 def commlayer_backend() -> Backend:
-    return OneCclBackend()
+    return XcclBackend() if _has_xccl() else BindingsBackend()

@@ -1,0 +1,25 @@
+"""What a mutant is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from commlayer.conformance import Subject
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A backend that breaks one promise.
+
+    `breaks` says which, in words.  Every rule of `killed_by` must fail on it, with
+    a message that `says` (a regular expression) finds; the first is the rule of the
+    clause that it breaks.  `schedules` bounds the simulated searches.
+    """
+
+    name: str
+    breaks: str
+    subject: Callable[[], Subject]
+    killed_by: tuple[str, ...]
+    says: str = ""
+    schedules: int = 60

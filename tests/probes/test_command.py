@@ -1,0 +1,55 @@
+"""``commlayer probe``."""
+
+from __future__ import annotations
+
+import json
+
+from typer.testing import CliRunner
+
+from commlayer.cli import build
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(build(), ["probe", *arguments])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_the_table_has_the_facts_that_were_asked_for() -> None:
+    code, output, _ = run("gloo", "--facts", "p2p.wait_blocks,tags", "--patience", "0.5")
+    assert code == 0
+    assert "2 correct" in output
+    assert "wait_blocks" in output
+    assert "sent later" in output
+    assert "dropped_work" not in output
+
+
+def test_json_carries_evidence_and_the_draft() -> None:
+    code, output, _ = run("--c10d", "gloo", "--facts", "p2p.wait_blocks", "--json")
+    report = json.loads(output)
+    assert code == 0
+    assert report["facts"][0]["measured"] == "host"
+    assert report["facts"][0]["evidence"]
+    assert report["certifiable"] is True
+    assert "wait_blocks=WaitBlocks.HOST" in report["draft"]
+
+
+def test_an_over_claim_is_exit_code_1() -> None:
+    import claims
+
+    from commlayer.registry import default_registry
+
+    default_registry().add_backend(claims.Boastful())
+    code, output, _ = run("boastful", "--facts", "p2p.wait_repeatable", "--patience", "0.5")
+    assert code == 1
+    assert "over-claimed" in output
+
+
+def test_one_subject_is_wanted() -> None:
+    assert run()[0] == 2
+    assert run("gloo", "--c10d", "gloo")[0] == 2
+
+
+def test_an_unknown_fact_is_a_usage_error() -> None:
+    code, _, error = run("gloo", "--facts", "p2p.pol")
+    assert code == 2
+    assert "p2p.poll" in error

@@ -1,0 +1,177 @@
+"""A core with one safeguard taken out is caught by exploring: the scenarios can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from commlayer.handle import StreamHandle
+from commlayer.receive import MessageClaim
+from commlayer.sim import FailureKind, explore
+from commlayer.sim.mount_device import SimDeviceRuntime
+from commlayer.sim.streams import SimEvent
+from commlayer.streams.backend import StreamTransport
+from commlayer.streams.lane import DeviceLane
+from commlayer.streams.side import DeviceSide
+from commlayer.tracking.operation import Operation
+from commlayer.tracking.retention import DeviceHold, HoldReferences
+from commlayer.wire.lanes import RecvLane, SendLane
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def holds_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HoldReferences, "device_hold", DeviceHold.POST)
+
+
+def completes_early(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeviceLane, "poll", lambda self, work: True)
+
+
+def waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
+    def wait(self: StreamHandle, timeout: float | None = None) -> None:
+        operation = self._operation
+        self._block_until(lambda: operation.settled or operation.stream_work is not None, timeout)
+
+    patch.setattr(StreamHandle, "wait", wait)
+
+
+def records_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SimDeviceRuntime, "record_stream", lambda self, tensor, stream: None)
+
+
+def posts_unordered(patch: pytest.MonkeyPatch) -> None:
+    record = SimEvent.record
+    hold = DeviceLane._hold
+
+    def unordered(self: DeviceLane, *args: Any) -> None:
+        with patch.context() as inside:
+            inside.setattr(SimEvent, "record", lambda self, stream=None: None)
+            inside.setattr(DeviceLane, "_post", lambda self, held: kept.append(held))
+            kept: list[Any] = []
+            hold(self, *args)
+        SimEvent.record = record  # type: ignore[method-assign]
+        for held in kept:
+            self._post(held)
+
+    patch.setattr(DeviceLane, "_hold", unordered)
+
+
+def forgets_the_receivers_stream(patch: pytest.MonkeyPatch) -> None:
+    def hold(self: DeviceLane, operation: Operation, *args: Any) -> None:
+        operation.after = None
+        whole(self, operation, *args)
+
+    whole = DeviceLane._hold
+    patch.setattr(DeviceLane, "_hold", hold)
+
+
+def posts_in_the_caller(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeviceLane, "_never_blocks", lambda self, *allowed: True)
+
+
+def one_communicator_a_channel(patch: pytest.MonkeyPatch) -> None:
+    whole = StreamTransport.pair
+    patch.setattr(
+        StreamTransport, "pair", lambda self, name, peer: whole(self, name.rsplit("/", 1)[0], peer)
+    )
+
+
+def one_communicator_a_direction(patch: pytest.MonkeyPatch) -> None:
+    whole = StreamTransport.pair
+    patch.setattr(
+        StreamTransport, "pair", lambda self, name, peer: whole(self, name.rsplit("/", 1)[1], peer)
+    )
+
+
+def waits_past_host_payload(patch: pytest.MonkeyPatch) -> None:
+    whole = SendLane._post_device
+
+    def post(self: SendLane, operation: Operation, outgoing: Any) -> Any:
+        failure = whole(self, operation, outgoing)
+        operation.host_payload = False
+        return failure
+
+    patch.setattr(SendLane, "_post_device", post)
+
+
+def accepts_any_message(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(MessageClaim, "refusal", lambda self, incoming: None)
+
+
+def receives_out_of_order(patch: pytest.MonkeyPatch) -> None:
+    def defer(self: RecvLane, claim: Any, incoming: Any) -> bool:
+        deferred = whole(self, claim, incoming)
+        if deferred:
+            self._deferred.rotate(1)
+        return deferred
+
+    whole = RecvLane._defer
+    patch.setattr(RecvLane, "_defer", defer)
+
+
+def keeps_what_arrived(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecvLane, "_discard_arrived", lambda self: None)
+
+
+def forgets_device_operations(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeviceSide, "fail", lambda self, peer, error: None)
+
+
+def wakes_nobody(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DeviceSide, "notify", lambda self: None)
+
+
+MEMORY = (
+    FailureKind.USE_AFTER_FREE,
+    FailureKind.EARLY_READ,
+    FailureKind.OVERWRITTEN,
+    FailureKind.ERROR,
+)
+STUCK = (FailureKind.DEADLOCK, FailureKind.WATCHDOG, FailureKind.ERROR)
+
+MUTANTS: list[tuple[Patch, str, str, tuple[FailureKind, ...]]] = [
+    (holds_nothing, "core_device_dicts", "hccl", MEMORY),
+    (completes_early, "core_device_dicts", "hccl", MEMORY),
+    (completes_early, "core_device_overwrite", "nccl", MEMORY),
+    (waits_for_nothing, "core_device_dicts", "nccl", MEMORY),
+    (waits_for_nothing, "core_device_overwrite", "hccl", MEMORY),
+    (records_nothing, "core_device_two_waiters", "hccl", MEMORY),
+    (records_nothing, "core_device_waited_late", "hccl", MEMORY),
+    (posts_unordered, "core_device_dicts", "hccl", MEMORY),
+    (forgets_the_receivers_stream, "core_device_raw", "hccl", MEMORY),
+    (posts_in_the_caller, "core_device_sends_first", "xccl", (FailureKind.DEADLOCK,)),
+    (posts_in_the_caller, "core_device_sends_first", "nccl", (FailureKind.DEADLOCK,)),
+    (posts_in_the_caller, "core_device_posts_unmatched", "ccl_bindings", (FailureKind.DEADLOCK,)),
+    (one_communicator_a_channel, "core_device_receives_first", "hccl", STUCK),
+    (one_communicator_a_direction, "core_device_lanes", "hccl", MEMORY),
+    (waits_past_host_payload, "core_device_overwrite", "xccl", (FailureKind.OVERWRITTEN,)),
+    (accepts_any_message, "core_device_refused", "hccl", (FailureKind.ABORT, FailureKind.ERROR)),
+    (receives_out_of_order, "core_device_two_claimers", "hccl", (*MEMORY, *STUCK)),
+    (keeps_what_arrived, "core_device_close_unclaimed", "hccl", STUCK),
+    (forgets_device_operations, "core_device_peer_lost", "hccl", (FailureKind.ERROR,)),
+    (wakes_nobody, "core_device_sends_first", "hccl", STUCK),
+]
+
+
+def ids(value: object) -> str:
+    return getattr(value, "__name__", str(value)) if not isinstance(value, tuple) else ""
+
+
+@pytest.mark.parametrize(("mutate", "scenario", "on", "kinds"), MUTANTS, ids=ids)
+def test_a_mutant_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+    mutate: Patch,
+    scenario: str,
+    on: str,
+    kinds: tuple[FailureKind, ...],
+) -> None:
+    mutate(monkeypatch)
+    for strategy in ("pct", "random"):
+        report = explore(scenario, on=on, strategy=strategy, budget=150, shrink=False)
+        if report.failure is not None:
+            break
+    assert report.failure is not None, str(report)
+    assert report.failure.kind in kinds, str(report)

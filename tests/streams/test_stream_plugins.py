@@ -1,0 +1,373 @@
+"""The plugins' own code, on the simulated device in place of the vendor's."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import commlayer_gloo
+import commlayer_nccl
+import commlayer_npu
+import commlayer_oneccl
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from commlayer.backend import World as BackendWorld
+from commlayer.cli import build
+from commlayer.config import CommConfig
+from commlayer.connector import connect_world
+from commlayer.errors import CommError, ErrorKind
+from commlayer.registry import LoadedBackend, Registry, default_registry
+from commlayer.semantics import OperationSemantics, Poll, Semantics, WaitBlocks
+from commlayer.sim import Scenario, explore
+from commlayer.sim.mount_core import _Agreed
+from commlayer.sim.mount_device import SimDeviceRuntime, SimGroup
+from commlayer.sim.profiles import GLOO, PROFILES
+from commlayer.sim.rank import Rank
+from commlayer.sim.scenarios.device_core import NBYTES, churn, use
+from commlayer.sim.transport import SimBackend
+from commlayer.sim.world import World
+from commlayer.streams.backend import StreamBackend
+
+
+class Named(NamedTuple):
+    """A ``PrefixStore`` whose name can be read."""
+
+    name: str
+    store: Any
+
+
+class Vendor:
+    """What the vendor's modules do, on the device of whichever rank calls."""
+
+    def __init__(self, profile: str) -> None:
+        self.profile = PROFILES[profile]
+        self.world: World
+        self.timeouts: list[timedelta] = []
+        self.device_kinds: list[tuple[str, int]] = []
+
+    def rank(self) -> Rank:
+        task = self.world.running
+        assert task is not None
+        return self.world.ranks[task.rank]
+
+    def runtime(self, kind: str, index: int) -> SimDeviceRuntime:
+        self.device_kinds.append((kind, index))
+        return SimDeviceRuntime(self.rank())
+
+    def group(self, store: Named, rank: int, size: int, timeout: timedelta) -> SimGroup:
+        assert size == 2
+        self.timeouts.append(timeout)
+        low, high = map(int, store.name.rsplit("/", 1)[1].split("-"))
+        assert (low, high)[rank] == self.rank().index
+        return SimGroup(self.rank().endpoint(store.name, on=self.profile), (low, high))
+
+    def process_group(self) -> Any:
+        """A class with the constructor of c10d's device groups."""
+        vendor = self
+
+        class ProcessGroup:
+            class Options:
+                _timeout = timedelta()
+
+            def __new__(cls, store: Named, rank: int, size: int, options: Options) -> Any:
+                return vendor.group(store, rank, size, options._timeout)
+
+        return ProcessGroup
+
+
+def module(patch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:
+    """Install a module of this name for the length of the test."""
+    made = ModuleType(name)
+    made.__spec__ = ModuleSpec(name, None)
+    vars(made).update(contents)
+    patch.setitem(sys.modules, name, made)
+    return made
+
+
+def nccl(patch: pytest.MonkeyPatch, vendor: Vendor) -> StreamBackend:
+    patch.setattr(dist, "is_nccl_available", lambda: True)
+    patch.setattr(dist, "ProcessGroupNCCL", vendor.process_group(), raising=False)
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    patch.setattr(torch.cuda, "current_device", lambda: 1)
+    patch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    return prepared(patch, commlayer_nccl, vendor)
+
+
+def xccl(patch: pytest.MonkeyPatch, vendor: Vendor) -> StreamBackend:
+    patch.setattr(dist, "is_xccl_available", lambda: True)
+    patch.setattr(dist, "ProcessGroupXCCL", vendor.process_group(), raising=False)
+    xpu(patch)
+    return prepared(patch, commlayer_oneccl, vendor)
+
+
+def bindings(patch: pytest.MonkeyPatch, vendor: Vendor) -> StreamBackend:
+    module(patch, "intel_extension_for_pytorch")
+    module(patch, "oneccl_bindings_for_pytorch")
+    plugin = SimpleNamespace(creator_fn=vendor.group)
+    patch.setitem(dist.Backend._plugins, "CCL", plugin)  # type: ignore[arg-type]
+    xpu(patch)
+    return prepared(patch, commlayer_oneccl, vendor)
+
+
+def xpu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.xpu, "is_available", lambda: True)
+    patch.setattr(torch.xpu, "device_count", lambda: 2)
+    patch.setattr(torch.xpu, "current_device", lambda: 1)
+
+
+def npu(patch: pytest.MonkeyPatch, vendor: Vendor) -> StreamBackend:
+    here = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 2, current_device=lambda: 1
+    )
+    module(patch, "torch_npu", npu=here, __version__="2.8.0")
+    module(patch, "torch_npu._C")
+    module(patch, "torch_npu._C._distributed_c10d", ProcessGroupHCCL=vendor.process_group())
+    return prepared(patch, commlayer_npu, vendor)
+
+
+def prepared(patch: pytest.MonkeyPatch, plugin: ModuleType, vendor: Vendor) -> StreamBackend:
+    device = "CudaDevice" if plugin is commlayer_nccl else "TorchDevice"
+    patch.setattr(plugin, device, vendor.runtime)
+    patch.setattr(plugin, "PrefixStore", Named)
+    backend = plugin.commlayer_backend()
+    assert isinstance(backend, StreamBackend)
+    return backend
+
+
+Make = Callable[[pytest.MonkeyPatch, Vendor], StreamBackend]
+PLUGINS = [
+    pytest.param(nccl, "nccl", "cuda", id="nccl"),
+    pytest.param(xccl, "xccl", "xpu", id="oneccl"),
+    pytest.param(bindings, "ccl_bindings", "xpu", id="oneccl-bindings"),
+    pytest.param(npu, "hccl", "npu", id="npu"),
+]
+
+
+class _Host(SimBackend):
+    name = "gloo"
+
+
+def exchange(vendor: Vendor, backend: StreamBackend) -> Scenario:
+    """Two messages each way on two lanes, sources dropped at once."""
+
+    def setup(world: World) -> None:
+        vendor.world = world
+
+        def body(rank: Rank) -> None:
+            registry = Registry(())
+            registry.add_backend(_Host(world, GLOO))
+            comm = connect_world(
+                BackendWorld(rank.index, 2, _Agreed(), 60.0),
+                LoadedBackend(backend, "test", ""),
+                CommConfig(),
+                registry=registry,
+                runtime=rank.runtime,
+            )
+            peer = 1 - rank.index
+            target = rank.arena.empty(NBYTES)
+            receive = comm.irecv(target, peer, tag=3)
+            comm.isend(rank.arena.full(rank.index, NBYTES), peer, tag=3)
+            for value in (1, 2):
+                comm.isend_tensor_dict({"x": rank.arena.full(value, NBYTES), "n": value}, peer)
+                churn(rank)
+            for value in (1, 2):
+                got = comm.recv_tensor_dict(peer)
+                assert got["n"] == value
+                use(rank, got["x"], value)
+            receive.wait()
+            use(rank, target, peer)
+            comm.close()
+
+        world.start(2, body)
+
+    return Scenario("plugin_exchange", setup, None, (vendor.profile.name,))
+
+
+@pytest.mark.parametrize(("make", "profile", "kind"), PLUGINS)
+def test_the_whole_plugin_runs_on_the_simulated_device(
+    monkeypatch: pytest.MonkeyPatch, make: Make, profile: str, kind: str
+) -> None:
+    vendor = Vendor(profile)
+    backend = make(monkeypatch, vendor)
+    viability = backend.viability()
+    assert viability.ok, viability
+    assert backend.versions()["torch"] == str(torch.__version__)
+    report = explore(
+        exchange(vendor, backend), on=profile, strategy="random", budget=20, verify_every=0
+    )
+    assert report.failure is None, str(report)
+    assert set(vendor.device_kinds) == {(kind, 1)}
+    assert set(vendor.timeouts) == {timedelta(days=24)}
+
+
+@pytest.mark.parametrize(("make", "profile", "kind"), PLUGINS)
+def test_options_are_refused(
+    monkeypatch: pytest.MonkeyPatch, make: Make, profile: str, kind: str
+) -> None:
+    backend = make(monkeypatch, Vendor(profile))
+    with pytest.raises(CommError, match="unknown colour") as caught:
+        backend.open(BackendWorld(0, 2, _Agreed(), 60.0), {"colour": 1})
+    assert caught.value.kind is ErrorKind.CONFIG
+
+
+# -- facts --------------------------------------------------------------------------------
+
+FACTS = [
+    pytest.param(commlayer_nccl.SEMANTICS, "nccl", id="nccl"),
+    pytest.param(commlayer_oneccl.XCCL_SEMANTICS, "xccl", id="oneccl"),
+    pytest.param(commlayer_oneccl.BINDINGS_SEMANTICS, "ccl_bindings", id="oneccl-bindings"),
+    pytest.param(commlayer_npu.SEMANTICS, "hccl", id="npu"),
+    pytest.param(
+        commlayer_gloo.SEMANTICS,
+        "gloo"
+        if commlayer_gloo.SEMANTICS.p2p.poll is Poll.NEVER_BEFORE_WAIT
+        else "gloo_early_poll",
+        id="gloo",
+    ),
+]
+
+
+@pytest.mark.parametrize(("semantics", "profile"), FACTS)
+def test_the_simulator_plays_the_declared_facts(semantics: Semantics, profile: str) -> None:
+    assert PROFILES[profile].semantics.facts() == semantics.facts()
+
+
+@pytest.mark.parametrize(
+    ("sources", "semantics"),
+    [
+        (commlayer_nccl.SOURCES, commlayer_nccl.SEMANTICS),
+        (commlayer_oneccl.XCCL_SOURCES, commlayer_oneccl.XCCL_SEMANTICS),
+        (commlayer_oneccl.BINDINGS_SOURCES, commlayer_oneccl.BINDINGS_SEMANTICS),
+        (commlayer_npu.SOURCES, commlayer_npu.SEMANTICS),
+        (commlayer_gloo.SOURCES, commlayer_gloo.SEMANTICS),
+    ],
+    ids=["nccl", "oneccl", "oneccl-bindings", "npu", "gloo"],
+)
+def test_every_claim_of_a_fact_has_a_source(sources: dict[str, str], semantics: Semantics) -> None:
+    operation = OperationSemantics.__struct_fields__
+    known = {f"{kind}.{fact}" for kind in ("p2p", "collective") for fact in operation}
+    assert set(sources) <= known | set(Semantics.__struct_fields__)
+    weakest = OperationSemantics()
+    claimed = {
+        f"p2p.{fact}"
+        for fact in operation
+        if getattr(semantics.p2p, fact) != getattr(weakest, fact)
+    }
+    # Gloo's are measured facts; what streams do with a host limit follows from their order.
+    follows = {"p2p.max_outstanding_per_pair", "p2p.post_may_block"}
+    assert claimed - follows <= set(sources)
+
+
+def test_oneccl_declares_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    weak = commlayer_oneccl.commlayer_backend()
+    assert weak.semantics.p2p.poll is Poll.BLOCKS
+    assert weak.semantics.p2p.wait_blocks is WaitBlocks.HOST
+    monkeypatch.setattr(dist, "is_xccl_available", lambda: True)
+    strong = commlayer_oneccl.commlayer_backend()
+    assert strong.semantics.p2p.poll is Poll.EXACT
+    assert strong.sources != weak.sources
+
+
+def test_npu_declares_the_blocking_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert commlayer_npu.SEMANTICS.p2p.timeout.value == "ignored"
+    monkeypatch.setenv("TORCH_HCCL_BLOCKING_WAIT", "1")
+    try:
+        assert importlib.reload(commlayer_npu).SEMANTICS.p2p.timeout.value == "destructive"
+    finally:
+        monkeypatch.undo()
+        importlib.reload(commlayer_npu)
+
+
+# -- this machine, and others ----------------------------------------------------------------
+
+
+@pytest.fixture
+def no_device() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has a device")
+
+
+@pytest.mark.usefixtures("no_device")
+@pytest.mark.parametrize(
+    ("name", "reason", "install"),
+    [
+        ("nccl", "without NCCL", "CUDA or ROCm build of torch"),
+        ("oneccl", "oneccl_bindings_for_pytorch is missing", "commlayer-oneccl[bindings]"),
+        ("npu", "torch_npu is not installed", "commlayer-npu[device]"),
+    ],
+)
+def test_describe_says_why_not_and_what_to_do(name: str, reason: str, install: str) -> None:
+    result = CliRunner().invoke(build(), ["describe", name, "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert report["viable"] is False
+    assert reason in report["reason"]
+    assert install in report["install"]
+    with pytest.raises(CommError) as caught:
+        default_registry().select(name)
+    assert reason in str(caught.value)
+    assert install in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_device")
+def test_auto_still_chooses_gloo_without_a_device() -> None:
+    assert default_registry().select("auto").backend.name == "gloo"
+
+
+def test_a_device_that_is_not_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    for make, profile, missing in (
+        (nccl, "nccl", lambda: monkeypatch.setattr(torch.cuda, "is_available", lambda: False)),
+        (xccl, "xccl", lambda: monkeypatch.setattr(torch.xpu, "is_available", lambda: False)),
+    ):
+        backend = make(monkeypatch, Vendor(profile))
+        missing()
+        viability = backend.viability()
+        assert not viability.ok
+        assert "is visible" in viability.reason
+        assert viability.install
+    backend = npu(monkeypatch, Vendor("hccl"))
+    monkeypatch.setattr(sys.modules["torch_npu"].npu, "is_available", lambda: False)
+    assert "no Ascend device" in backend.viability().reason
+
+
+def test_torch_npu_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(name: str) -> ModuleType:
+        raise ImportError("libhccl.so is missing")
+
+    backend = npu(monkeypatch, Vendor("hccl"))
+    monkeypatch.setattr(commlayer_npu.importlib, "import_module", fails)
+    viability = backend.viability()
+    assert not viability.ok
+    assert "libhccl.so is missing" in viability.reason
+    assert set(backend.versions()) == {"torch"}
+
+
+def test_versions_name_the_vendors_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nccl(monkeypatch, Vendor("nccl")).versions()["nccl"] == "2.27.3"
+    assert npu(monkeypatch, Vendor("hccl")).versions()["torch_npu"] == "2.8.0"
+    assert "oneccl_bindings_for_pytorch" in bindings(monkeypatch, Vendor("ccl_bindings")).versions()
+
+
+def test_xccl_of_the_first_release_takes_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[Any, ...]] = []
+    backend = xccl(monkeypatch, Vendor("xccl"))
+    monkeypatch.setattr(dist, "ProcessGroupXCCL", lambda *args: made.append(args), raising=False)
+    backend.group("oneccl/data/0/up/0-1", _Agreed(), 1, timedelta(days=24))
+    assert [args[1:] for args in made] == [(1, 2)]
+
+
+def test_facts_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    for make, profile in ((nccl, "nccl"), (xccl, "xccl"), (npu, "hccl")):
+        semantics = make(monkeypatch, Vendor(profile)).semantics
+        assert msgspec.convert(semantics.facts(), Semantics) == semantics
