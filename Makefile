@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 EDITABLE_PLUGINS := $(PLUGINS:%=-e %)
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-sim test-gpu lint format demo clean
+.PHONY: help test test-sim test-gpu certificates lint format demo clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -29,6 +29,9 @@ test-gpu:  ## Test streams on one GPU; on the simulated device where there is no
 	@if $(PYTHON) -c 'import sys, msgspec, pluggy, pytest, torch; sys.exit(not torch.cuda.is_available())' \
 	    2>/dev/null; then $(PYTHON) tests/gpu/run.py; \
 	else $(MAKE) --no-print-directory $(VENV)/.development && $(BIN)/python tests/gpu/run.py; fi
+
+certificates: $(VENV)/.development  ## Certify the backends anew into docs/certificates
+	$(BIN)/python docs/certificates/make.py
 
 lint: $(VENV)/.development  ## Check style, types and the direction of imports
 	$(BIN)/ruff check

@@ -33,10 +33,10 @@ def list_scenarios(json: bool = JSON, module: list[str] = MODULE) -> None:
     """List scenarios, what each is expected to end in, and the profiles it runs on."""
     _require_greenlet()
     from commlayer.sim.profiles import PROFILES
-    from commlayer.sim.scenario import scenarios
+    from commlayer.sim.scenario import all_scenarios
 
     _import(module)
-    found = scenarios().values()
+    found = all_scenarios().values()
     if json:
         print_json(
             {

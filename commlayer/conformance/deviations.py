@@ -3,7 +3,7 @@
 ::
 
     [[deviation]]
-    rule = "L2-dead-peer"
+    rule = "L4-dead-peer"
     kind = "not_yet"
     reason = "the watchdog lands in 2.1"
     issue = "https://example.org/issues/7"

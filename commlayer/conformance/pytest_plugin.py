@@ -28,6 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--commlayer-deviations", metavar="FILE", help="TOML file of rules that are known to fail"
     )
+    group.addoption(
+        "--commlayer-schedules",
+        metavar="N",
+        type=int,
+        default=200,
+        help="most schedules of each simulated search (default: 200)",
+    )
     group.addoption("--commlayer-report", metavar="FILE", help="write the certificate as JSON")
 
 

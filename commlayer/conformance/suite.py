@@ -33,10 +33,12 @@ class BackendConformance:
     level: ClassVar[Level | str] = Level.L2
     deviations: ClassVar[str | None] = None
 
+    _schedules: ClassVar[int] = 200
     _bench: ClassVar[Bench]
     _deviations: ClassVar[Deviations]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        type(self)._schedules = metafunc.config.getoption("commlayer_schedules", 200)
         if "rule" in metafunc.fixturenames:
             rules = self._subject().rules(Level(self.level)) if self.backend else []
             metafunc.parametrize("rule", rules, ids=[rule.id for rule in rules])
@@ -47,7 +49,7 @@ class BackendConformance:
 
     @classmethod
     def setup_class(cls) -> None:
-        cls._bench = Bench(cls._subject())
+        cls._bench = Bench(cls._subject(), schedules=cls._schedules)
         cls._deviations = {}
         if cls.deviations is not None:
             file = Path(inspect.getfile(cls)).parent / cls.deviations

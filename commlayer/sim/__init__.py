@@ -9,7 +9,7 @@ from commlayer.sim.explorer import Report, Run, explore, replay
 from commlayer.sim.failure import Failure, FailureKind
 from commlayer.sim.profiles import PROFILES, Profile, profile
 from commlayer.sim.rank import Rank, blank, filled
-from commlayer.sim.scenario import Scenario, scenario, scenarios
+from commlayer.sim.scenario import Scenario, all_scenarios, scenario
 from commlayer.sim.world import World
 
 __all__ = [
@@ -22,11 +22,11 @@ __all__ = [
     "Run",
     "Scenario",
     "World",
+    "all_scenarios",
     "blank",
     "explore",
     "filled",
     "profile",
     "replay",
     "scenario",
-    "scenarios",
 ]

@@ -68,7 +68,24 @@ _GLOO_COLLECTIVE = OperationSemantics(
     timeout=NativeTimeout.SAFE,
     dropped_work=DroppedWork.CONTINUES,
     post_may_block=PostMayBlock.NEVER,
-    dtypes=("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"),
+    order=Order.IN_ORDER_STREAM,
+    max_outstanding_per_pair=0,
+    completion=Completion.MATCHED,
+    peer_loss=PeerLoss.NEXT_POST_ONLY,
+    dtypes=(
+        "bool",
+        "int8",
+        "uint8",
+        "int32",
+        "int64",
+        "float16",
+        "bfloat16",
+        "float32",
+        "float64",
+        "complex32",
+        "complex64",
+        "complex128",
+    ),  # fmt: skip
 )
 GLOO = Profile(
     "gloo",

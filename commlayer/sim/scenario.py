@@ -50,7 +50,7 @@ def scenario(
     return register
 
 
-def scenarios() -> dict[str, Scenario]:
+def all_scenarios() -> dict[str, Scenario]:
     """All scenarios by name, those of the library included."""
     import commlayer.sim.scenarios  # noqa: F401
 
@@ -59,7 +59,7 @@ def scenarios() -> dict[str, Scenario]:
 
 def find(name: str) -> Scenario:
     """The scenario `name`; raises `CommError` (CONFIG) for an unknown one."""
-    known = scenarios()
+    known = all_scenarios()
     if name not in known:
         raise CommError(
             ErrorKind.CONFIG, f"scenario {name!r}", "there is no such scenario",

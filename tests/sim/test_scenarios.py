@@ -10,10 +10,10 @@ import os
 
 import pytest
 
-from commlayer.sim import FailureKind, Scenario, explore, replay, scenarios
+from commlayer.sim import FailureKind, Scenario, all_scenarios, explore, replay
 
 BUDGET = int(os.environ.get("SIM_BUDGET", "0"))
-ALL = scenarios()
+ALL = all_scenarios()
 CORE = {name for name in ALL if name.startswith("core_")}
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from commlayer.cli import build
 from commlayer.errors import CommError
-from commlayer.sim import scenarios
+from commlayer.sim import all_scenarios
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -24,7 +24,7 @@ def test_list_names_every_scenario_and_profile() -> None:
     code, output = invoke("list", "--json")
     assert code == 0
     listed = json.loads(output)
-    assert {s["name"] for s in listed["scenarios"]} == set(scenarios())
+    assert {s["name"] for s in listed["scenarios"]} == set(all_scenarios())
     assert listed["profiles"]["gloo"]["p2p"]["poll"] == "never_before_wait"
     assert all(s["doc"] for s in listed["scenarios"])
     assert invoke("list")[0] == 0

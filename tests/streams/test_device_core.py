@@ -17,7 +17,7 @@ from commlayer.connector import connect_world
 from commlayer.errors import CommError, ErrorKind
 from commlayer.registry import LoadedBackend, Registry
 from commlayer.semantics import Semantics, Threads
-from commlayer.sim import Scenario, explore, scenarios
+from commlayer.sim import Scenario, all_scenarios, explore
 from commlayer.sim.choices import ReplayChoices
 from commlayer.sim.mount_core import _Agreed, connect_device
 from commlayer.sim.mount_device import SimDeviceRuntime, SimStreamBackend
@@ -72,7 +72,7 @@ def test_works_in_inference_mode() -> None:
     for name in ("core_device_dicts", "core_device_strided"):
         with torch.inference_mode():
             report = explore(
-                scenarios()[name], on="hccl", strategy="random", budget=10, verify_every=0
+                all_scenarios()[name], on="hccl", strategy="random", budget=10, verify_every=0
             )
         assert report.failure is None, str(report)
 

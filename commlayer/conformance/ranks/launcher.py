@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
@@ -60,7 +61,6 @@ class Launch:
             address = f"{folder}/socket"
             listener.bind(address)
             listener.listen(size)
-            listener.settimeout(_START_SECONDS)
             self._process = subprocess.Popen(
                 [*command, sys.executable, "-I", "-S", _LEND, address],
                 stdin=subprocess.DEVNULL,
@@ -68,6 +68,7 @@ class Launch:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            self._ended = os.pidfd_open(self._process.pid)
             try:
                 while len(self.places) < size:
                     self._accept(listener)
@@ -80,6 +81,10 @@ class Launch:
                 ) from error
 
     def _accept(self, listener: socket.socket) -> None:
+        waiting = [listener.fileno(), self._ended]
+        came = select.select(waiting, [], [], _START_SECONDS)[0]
+        if listener.fileno() not in came:
+            raise EOFError("it has ended" if came else f"none came within {_START_SECONDS:g} s")
         link, _ = listener.accept()
         self._links.append(link)
         link.settimeout(_START_SECONDS)
@@ -104,6 +109,7 @@ class Launch:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._kill()
+        os.close(self._ended)
         self._output.close()
 
     def _kill(self) -> None:

@@ -395,8 +395,7 @@ def core_sent_then_closed(world: World) -> None:
 
 @scenario(*CORE, case="C29")
 def core_both_close(world: World) -> None:
-    """Both close while nobody receives, small and large: a close that raises nothing left
-    nothing behind, and one that does names a send."""
+    """Both close while nobody receives, small and large; a close names what it left behind."""
     promises = Promises(world)
 
     def body(rank: Rank) -> None:
@@ -405,12 +404,13 @@ def core_both_close(world: World) -> None:
             comm.isend(promises.source(rank.index, nbytes), peer, tag=tag)
             for tag, nbytes in enumerate((16, 1 << 13))
         ]
+        ending = ""
         try:
             comm.close(timeout=0.2)
         except CommError as error:
-            assert "isend to rank" in str(error), error
-        else:
-            assert [send.exception() for send in sends] == [None, None]
+            ending = str(error)
+        undelivered = [send for send in sends if send.exception() is not None]
+        assert not undelivered or "isend to rank" in ending, f"the close says {ending!r}"
 
     world.start(2, body)
 

@@ -39,6 +39,11 @@ from commlayer.semantics import (
 _FOREVER = timedelta(days=3650)
 _PROBED = ("2.13.", "2.14.")
 
+COLLECTIVE_DTYPES = (
+    "bool", "int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64",
+    "complex32", "complex64", "complex128",
+)  # fmt: skip
+
 SEMANTICS = Semantics(
     p2p=OperationSemantics(
         poll=Poll.NEVER_BEFORE_WAIT if torch.__version__.startswith(_PROBED) else Poll.MAY_BE_EARLY,
@@ -64,8 +69,12 @@ SEMANTICS = Semantics(
         timeout=NativeTimeout.SAFE,
         dropped_work=DroppedWork.CONTINUES,
         post_may_block=PostMayBlock.NEVER,
+        order=Order.IN_ORDER_STREAM,
+        max_outstanding_per_pair=0,
+        completion=Completion.MATCHED,
         source_lifetime=SourceLifetime.REFERENCE,
-        dtypes=("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"),
+        peer_loss=PeerLoss.NEXT_POST_ONLY,
+        dtypes=COLLECTIVE_DTYPES,
     ),
     progress=Progress.AUTONOMOUS,
     threads=Threads.MULTIPLE,
@@ -90,6 +99,9 @@ SOURCES = {
     "collective.poll": f"{_MEASURED}: truthful without a wait",
     "collective.timeout": f"{_MEASURED}: harmless, the wait can be retried",
     "collective.dropped_work": f"{_MEASURED}: safe",
+    "collective.order": f"{_MEASURED}: broadcasts of one group in the order of their posts",
+    "collective.completion": f"{_MEASURED}: complete only once the peer takes part",
+    "collective.peer_loss": f"{_MEASURED}: killed in mid-transfer, only the next post raises",
     "collective.dtypes": f"{_MEASURED}: fp8, int16, uint16, uint32 and uint64 raise",
 }
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from commlayer.conformance import Bench, Subject
-from commlayer.conformance.ranks.pool import Process, Ranks
+from mutants.mutant import Mutant
 
-PATIENCE = 5.0
-"""Seconds that the ranks of one check get; what hangs then counts as hanging."""
+from commlayer.conformance import Bench, Outcome, Subject, Verdict, judge
+from commlayer.conformance.ranks.pool import Process, Ranks
+from commlayer.conformance.rules import find_rule
+from commlayer.errors import CommError
+
+PATIENCE = 30.0
+HANGING = 3.0
+"""Seconds that the ranks of a check get where they are known to hang."""
 
 
 class MutantBench(Bench):
     """Ranks of every subject are forked from one server; it is closed with `close_ranks`.
 
-    A check gets `patience` seconds where it asks for more.
+    A check gets `patience` seconds where it asks for less or more.
     """
 
     shared: dict[bool, Ranks] = {}  # noqa: RUF012
@@ -33,14 +38,24 @@ class MutantBench(Bench):
     def run(
         self, body: Callable[..., Any], size: int, *arguments: Any, limit: float = PATIENCE
     ) -> list[Any]:
-        return super().run(body, size, *arguments, limit=max(self._patience, limit / 4))
+        return super().run(body, size, *arguments, limit=self._patience)
 
     def collect(self, processes: Sequence[Process], limit: float = PATIENCE) -> list[Any]:
-        return super().collect(processes, min(self._patience, limit))
+        return super().collect(processes, self._patience)
+
+
+def judged(mutant: Mutant, rule: str) -> Verdict:
+    """The verdict of one rule on a mutant; it fails where the backend does not even load."""
+    patience = HANGING if mutant.hangs else PATIENCE
+    try:
+        bench = MutantBench(mutant.subject(), mutant.schedules, patience)
+        return judge(find_rule(rule), bench)
+    except CommError as error:
+        return Verdict(rule=rule, outcome=Outcome.FAILED, message=str(error))
 
 
 def close_ranks() -> None:
-    """End the server that ranks are forked from."""
+    """End the servers that ranks are forked from."""
     for pool in MutantBench.shared.values():
         pool.close()
     MutantBench.shared.clear()

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from commlayer.conformance import Subject
 
 
+HANGS = "does not come to an end"
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A backend that breaks one promise.
@@ -23,3 +26,8 @@ class Mutant:
     killed_by: tuple[str, ...]
     says: str = ""
     schedules: int = 60
+
+    @property
+    def hangs(self) -> bool:
+        """Whether its ranks do not come to an end, so that waiting long for them is idle."""
+        return self.says == HANGS

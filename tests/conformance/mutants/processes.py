@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from commlayer_gloo import GlooBackend
-from mutants.mutant import Mutant
+from mutants.mutant import HANGS, Mutant
 from mutants.relay import (
     ControlNeverMatched,
     Relay,
@@ -263,6 +263,7 @@ class _Overtakes(_Tracking):
     """With more than `above` sends of a tag pending, the next one is posted before this one."""
 
     above = 0
+
     def __init__(self, inner: Any, rank: int, size: int) -> None:
         super().__init__(inner, rank, size)
         self._pending: defaultdict[tuple[int, int], int] = defaultdict(int)
@@ -664,9 +665,6 @@ class LessEager(Exact):
     EAGER = 2 * KIB
 
 
-_HANG = "does not come to an end"
-
-
 def _lie(name: str, breaks: str, relay: type[Relay], *rules: str, says: str = "") -> Mutant:
     return Mutant(name, breaks, lambda: Subject(Lying(relay)), rules, says)
 
@@ -681,55 +679,55 @@ def _backend(name: str, breaks: str, backend: Lying, *rules: str, says: str = ""
 
 MUTANTS = (
     _lie("p-posts-block", "posting more than 16 KiB waits for the peer", LargePostWaits,
-         "L2-post-returns", "L2-native-post", says=_HANG),
+         "L2-post-returns", "L2-native-post", says=HANGS),
     _lie("p-wait-early", "the wait of a send of 16 KiB to 1 MiB returns at once",
-         LargeSendWaitReturnsAtOnce, "L2-wait-usable", says=""),
+         LargeSendWaitReturnsAtOnce, "L2-wait-usable", says=r"\['"),
     _lie("p-wait-early-any", "the wait of a send returns at once", SendWaitReturnsAtOnce,
-         "L2-drain", "L2-bound-raises", "L2-close-in-flight"),
+         "L2-drain", "L2-bound-raises", "L2-close-in-flight", says="too early|nothing was raised|names no undelivered"),
     _lie("p-wait-early-huge", "the wait of a send of 1 MiB or more returns at once",
          HugeSendWaitReturnsAtOnce, "L2-completed-exact", says="before the peer posted"),
     _lie("p-receive-wait-early", "the wait of a receive above 16 KiB returns at once",
-         ReceiveWaitReturnsAtOnce, "L2-wait-usable"),
+         ReceiveWaitReturnsAtOnce, "L2-wait-usable", says=r"\['"),
     _lie("p-wait-never", "the wait of a send above 16 KiB does not return",
-         LargeSendWaitNeverReturns, "L2-wait-again", says=_HANG),
-    _lie("p-wait-twice", "each work is waited twice", WaitsTwiceInside, "L2-reconnect"),
+         LargeSendWaitNeverReturns, "L2-wait-again", says=HANGS),
+    _lie("p-wait-twice", "each work is waited twice", WaitsTwiceInside, "L2-reconnect", says="timeout caused pair closure|closed"),
     _lie("p-single-threaded", "a wait keeps every other call out", OneThreadAtATime,
-         "L2-wait-threads"),
+         "L2-wait-threads", says=HANGS),
     _lie("p-timeout-poisons", "a send that is pending for 0.1 s closes every pair",
-         UnmatchedSendPoisons, "L2-timeout-harmless", "L4-silent-peer"),
+         UnmatchedSendPoisons, "L2-timeout-harmless", "L4-silent-peer", says="pair closure|complete"),
     _lie("p-pending-is-complete", "a send that is pending for 0.3 s is reported as complete",
-         PendingSendReportedComplete, "L4-silent-peer", "L2-close-in-flight"),
+         PendingSendReportedComplete, "L4-silent-peer", "L2-close-in-flight", says="the peer is stopped|names no undelivered"),
     _lie("p-moves-in-calls", "declares autonomous progress, and nothing moves outside calls",
-         MovesInCallsOnly, "L2-completed-unwaited", says=_HANG),
+         MovesInCallsOnly, "L2-completed-unwaited", says=HANGS),
     _lie("p-last-send-held-back", "a send completes when the next one is posted",
-         LastSendHeldBack, "L2-released", "L2-drain"),
+         LastSendHeldBack, "L2-released", "L2-drain", says=HANGS),
     _lie("p-small-not-kept", "a small source is read after the wait that let go of it",
-         SmallReadAfterFree, "L2-dropped-handle"),
+         SmallReadAfterFree, "L2-dropped-handle", says="begin with|arrive whole|PROTOCOL|expected"),
     _lie("p-large-not-kept", "a large source is read after the wait that let go of it",
-         LargeReadAfterFree, "L2-dropped-handle"),
-    _lie("p-starves", "it fails where the interpreter is busy", Starves, "L2-busy-interpreter"),
+         LargeReadAfterFree, "L2-dropped-handle", says="did not arrive whole"),
+    _lie("p-starves", "it fails where the interpreter is busy", Starves, "L2-busy-interpreter", says="heartbeat was lost"),
     _lie("p-overtakes-above-two", "with more than two of a tag pending two change places",
-         OvertakesAboveTwo, "L2-native-order"),
+         OvertakesAboveTwo, "L2-native-order", says="exit code -6|overtook"),
     _lie("p-overtakes-above-four", "with more than four of a tag pending two change places",
-         OvertakesAboveFour, "L2-order"),
+         OvertakesAboveFour, "L2-order", says="rank . raised|exit code"),
     _lie("p-tags-merged", "tags that differ in their lowest bits are one", TagsMerged,
-         "L2-tags-independent", "L2-native-tags"),
+         "L2-tags-independent", "L2-native-tags", says="exit code -6|another tag"),
     _lie("p-one-peer-at-a-time", "a send waits for those to other peers", OnePeerAtATime,
-         "L2-peers-independent", says=_HANG),
+         "L2-peers-independent", says=HANGS),
     _lie("p-wrong-source", "among four ranks a receive takes the message of another",
-         WrongSource, "L2-peers-independent"),
+         WrongSource, "L2-peers-independent", says=HANGS),
     _lie("p-damages-low-tags", "large messages of tags below 2^18 are damaged", DamagesLowTags,
          "L2-broadcast", says="got another broadcast"),
     _lie("p-damages-values", "the last byte of a message of 512 KiB is another", DamagesHalfMiB,
-         "L2-values"),
+         "L2-values", says=r"\['"),
     _lie("p-damages-long-headers", "messages of 192 to 4095 bytes are damaged",
-         LongHeadersDamaged, "L2-dicts"),
+         LongHeadersDamaged, "L2-dicts", says="checksum|damaged|rank . raised"),
     _lie("p-short-not-enough", "a message shorter than the buffer does not complete the receive",
-         ShortMessageNotEnough, "L2-size-mismatch"),
+         ShortMessageNotEnough, "L2-size-mismatch", says=HANGS),
     _lie("p-queue-of-eight", "a ninth pending send of a tag is lost", QueueOfEight,
-         "L2-late-peer"),
+         "L2-late-peer", says="was expected"),
     _lie("p-control-never-matched", "messages of one tag never arrive", ControlNeverMatched,
-         "L2-close"),
+         "L2-close", says=HANGS),
     _backend("p-needs-a-fork", "it works in forked processes only", NeedsAFork(),
              "L2-fresh-interpreters", says="nothing was inherited"),
     _backend("p-opens-once", "it cannot be opened twice in a process", OpensOnce(),
@@ -739,27 +737,27 @@ MUTANTS = (
     _backend("p-exit-code-lost", "the process ends with another exit code", ExitCodeLost(),
              "L2-exit", says=r"exit codes \[0, 0\]"),
     _backend("p-fork-kills-the-child", "a forked child does not live", ForkKillsTheChild(),
-             "L2-fork"),
+             "L2-fork", says=r"\(3, "),
     _strong("p-poll-always-yes", "the poll says yes before the peer has posted",
             PollIsAlwaysYes, "L2-native-poll", says="before the peer"),
     _strong("p-poll-late", "the poll says no until somebody waits", PollIsYesAfterWait,
-            "L2-native-poll", says=_HANG),
+            "L2-native-poll", says=HANGS),
     _strong("p-poll-alternates", "every second answer of the poll is wrong", PollAlternates,
             "L2-native-poll", says="before the peer"),
     _strong("p-second-wait-never", "a second wait does not return", SecondWaitNeverReturns,
-            "L2-native-wait-again", says=_HANG),
+            "L2-native-wait-again", says=HANGS),
     _strong("p-second-wait-raises", "a second wait raises", SecondWaitRaises,
             "L2-native-wait-again", says="invalid request"),
     _strong("p-less-eager", "it is eager up to half of what is declared", LessEager,
-            "L2-native-eager", says=_HANG),
+            "L2-native-eager", says=HANGS),
     _strong("p-eager-without-a-copy", "an eager source is read after its send was complete",
-            EagerWithoutACopy, "L2-dropped-handle"),
+            EagerWithoutACopy, "L2-dropped-handle", says="begin with|arrive whole"),
     _lie("p-errors-swallowed", "a failed operation is reported as complete", ErrorsSwallowed,
-         "L4-dead-peer"),
+         "L4-dead-peer", says="expected peer_lost"),
     _lie("p-errors-never-told", "the wait of a failed operation does not return",
-         ErrorsNeverTold, "L4-dead-peer"),
+         ErrorsNeverTold, "L4-dead-peer", says=HANGS),
     _lie("p-errors-spread", "after one failure every operation fails", ErrorsSpread,
-         "L4-dead-peer"),
+         "L4-dead-peer", says="Connection closed by peer"),
     _lie("p-errors-end-the-process", "a failure ends the process", ErrorsEndTheProcess,
          "L4-close-dead-peer", "L4-dead-peer", says="exit code 9"),
     _lie("p-damages-the-twentieth", "the twentieth message of 256 KiB is damaged",
