@@ -85,7 +85,7 @@ _GLOO_COLLECTIVE = OperationSemantics(
         "complex32",
         "complex64",
         "complex128",
-    ),  # fmt: skip
+    ),
 )
 GLOO = Profile(
     "gloo",

@@ -170,8 +170,10 @@ class PollingProgress:
         pause = self.IDLE_SLEEP
         try:
             with torch.inference_mode():
-                while not self._stopped:
+                while True:
                     self._started.clear()
+                    if self._stopped:
+                        return
                     if self.advance() or self._started.wait(pause if self._active else None):
                         pause = self.IDLE_SLEEP
                     else:

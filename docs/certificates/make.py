@@ -14,6 +14,7 @@ from commlayer.conformance.report import Certificate, certify, decode
 HERE = Path(__file__).parent
 LEVELS = {
     "gloo": Level.L2,
+    "mpi": Level.L4,
     "nccl": Level.L1,
     "oneccl": Level.L1,
     "npu": Level.L1,

@@ -29,6 +29,7 @@ ALL = os.environ.get("MUTANTS") == "all"
 PAGE = Path(__file__).parents[2] / "docs" / "mutants.md"
 RULES = [rule.id for rule in all_rules(Level.L4)]
 PROCESS_RULES = [rule.id for rule in all_rules(Level.L4) if rule.level in (Level.L2, Level.L4)]
+SHAPE_RULES = [rule.id for rule in all_rules(Level.L0)]
 NATIVE_RULES = [rule for rule in PROCESS_RULES if rule.startswith("L2-native")]
 REFERENCES = ("gloo", "mpi", "hccl", "nccl", "xccl", "adversary", "adversary_polled")
 
@@ -39,7 +40,7 @@ def _ranks() -> Iterator[None]:
     close_ranks()
 
 
-def fine(subject: Subject, rule: str, schedules: int = 4) -> str:
+def fine(subject: Subject, rule: str, schedules: int = 3) -> str:
     """Nothing where the rule passes or does not apply, else why it does not."""
     verdict = judge(find_rule(rule), MutantBench(subject, schedules))
     if verdict.outcome in (Outcome.PASSED, Outcome.NOT_APPLICABLE):
@@ -68,7 +69,7 @@ def test_no_false_alarm_on_declared_facts(profile: str) -> None:
     assert [why for rule in rules if (why := fine(subject, rule))] == []
 
 
-@pytest.mark.parametrize("rule", PROCESS_RULES)
+@pytest.mark.parametrize("rule", [*SHAPE_RULES, *PROCESS_RULES])
 def test_no_false_alarm_on_gloo(rule: str) -> None:
     assert fine(Subject("gloo"), rule) == ""
 

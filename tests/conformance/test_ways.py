@@ -22,10 +22,8 @@ class TestMine(BackendConformance):
 """
 
 
-def run(folder: Path, *command: str, plugin: bool = True) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Run pytest or the command line in `folder`."""
-    if command[0] == "pytest" and plugin:
-        command = ("pytest", "-p", "commlayer.conformance.pytest_plugin", *command[1:])
     return subprocess.run(
         [sys.executable, "-m", *command],
         cwd=folder,
@@ -44,7 +42,7 @@ def test_all_collect_the_same_rules(tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(VENDOR)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     wanted = [rule.id for rule in all_rules(Level.L2)]
-    own = run(tmp_path, "pytest", "--collect-only", "-q", plugin=False)
+    own = run(tmp_path, "pytest", "--collect-only", "-q")
     assert collected(own.stdout) == wanted, own.stdout + own.stderr
     package = run(
         tmp_path, "pytest", "--collect-only", "-q", "--pyargs", "commlayer.conformance",
@@ -102,7 +100,7 @@ def test_a_stale_deviation_fails_command_and_pytest(written: Path, tmp_path: Pat
     (tmp_path / "test_mine.py").write_text(
         VENDOR + '    level = "L0"\n    deviations = "known.toml"\n'
     )
-    vendor = run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider", plugin=False)
+    vendor = run(tmp_path, "pytest", "-q", "-p", "no:cacheprovider")
     assert vendor.returncode == 1
     assert "it passes" in vendor.stdout
     lost = run(

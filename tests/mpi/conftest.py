@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from mpi_job import MPIEXEC, Jobs
+from mpi_job import Jobs
+
+from commlayer.errors import CommError
 
 
 @pytest.fixture(scope="session")
 def needs_mpi() -> None:
     """Skips where MPI programs cannot run."""
     commlayer_mpi = pytest.importorskip("commlayer_mpi", reason="commlayer-mpi is not installed")
-    viability = commlayer_mpi.MpiBackend().viability()
+    backend = commlayer_mpi.MpiBackend()
+    viability = backend.viability()
     if not viability.ok:
         pytest.skip(f"{viability.reason}: {viability.install}")
-    if MPIEXEC is None:
-        pytest.skip("no mpiexec: pip install 'commlayer-mpi[mpich]'")
+    try:
+        backend.launcher(1)
+    except CommError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")

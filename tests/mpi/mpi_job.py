@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,14 +20,14 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-MPIEXEC = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
 _MEET, _RETURNED, _RAISED = "meet", "returned", "raised"
 
 
 def command(size: int, *arguments: str) -> list[str]:
     """The command line of a Python program on `size` ranks."""
-    assert MPIEXEC is not None
-    return [MPIEXEC, "-n", str(size), sys.executable, *arguments]
+    from commlayer_mpi import MpiBackend
+
+    return [*MpiBackend().launcher(size), sys.executable, *arguments]
 
 
 class Job:

@@ -72,6 +72,7 @@ def silent_peer(bench: Bench) -> None:
     victim.signal(signal.SIGCONT)
     victim.say("go on")
     found = bench.collect(processes)
+    assert [process.wait(LIMIT) for process in processes] == [0, 0, 0]
     assert found[0] == [digest(pattern(2, 0)), digest(pattern(VICTIM))]
     assert found[1] == [digest(pattern(0))]
     assert found[2] == [digest(pattern(0, 2))]

@@ -85,6 +85,9 @@ def facts(bench: Bench) -> None:
         for kind in ("p2p", "collective")
         for text in _contradictions(getattr(semantics, kind))
     ]
+    p2p = semantics.p2p
+    if p2p.order is Order.IN_ORDER_STREAM and p2p.wait_blocks is not WaitBlocks.STREAM:
+        contradictions.append("p2p: order is in_order_stream, and wait blocks the host")
     if semantics.progress is Progress.ONLY_IN_CALLS and semantics.p2p.order is (
         Order.IN_ORDER_STREAM
     ):
@@ -98,8 +101,6 @@ def _contradictions(facts: OperationSemantics) -> list[str]:
     found = []
     if facts.eager_bytes < 0 or facts.max_outstanding_per_pair < 0:
         found.append("eager_bytes and max_outstanding_per_pair must not be negative")
-    if facts.order is Order.IN_ORDER_STREAM and facts.wait_blocks is not WaitBlocks.STREAM:
-        found.append("order is in_order_stream, and wait blocks the host")
     if facts.source_lifetime is not SourceLifetime.REFERENCE and (
         facts.wait_blocks is WaitBlocks.HOST
     ):

@@ -490,17 +490,39 @@ def core_device_bound(world: World) -> None:
 
 @scenario(*DEVICE, case="C29")
 def core_device_close(world: World) -> None:
-    """Both ranks exchange and close at once; close drains both parts."""
+    """Both ranks exchange and close at once, and no limit expires.
+
+    A close does not wait for receives: it discards what it has not taken yet, and
+    the peer's close names what it then cannot send.  One message arrives: a rank
+    parts when its own has left.
+    """
     quiet = Quiet(world)
+    received: list[int] = []
+    named: list[int] = []
 
     def body(rank: Rank) -> None:
         comm, peer = quiet.connect(rank), 1 - rank.index
-        comm.isend(rank.arena.full(rank.index, NBYTES), peer)
-        handle = comm.irecv(None, peer)
-        comm.close(timeout=60.0)
-        if handle.exception() is None:
-            use(rank, handle.result(0), peer)
+        send = comm.isend(rank.arena.full(rank.index, NBYTES), peer)
+        receive = comm.irecv(None, peer)
+        ending = ""
+        try:
+            comm.close(timeout=60.0)
+        except CommError as error:
+            ending = str(error)
+        assert rank.runtime.now() < 1.0, "close waited for its limit"
+        assert bool(ending) == (send.exception() is not None), f"the close says {ending!r}"
+        if ending:
+            assert f"the oldest is isend to rank {peer}" in ending, ending
+            named.append(rank.index)
+        if receive.exception() is None:
+            use(rank, receive.result(0), peer)
+            received.append(peer)
 
+    def check() -> None:
+        assert not set(received) & set(named), f"{received} received, {named} named"
+        assert received, "both messages are lost"
+
+    world.at_end(check)
     world.start(2, body)
 
 

@@ -9,10 +9,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from commlayer.conformance import Outcome
 from mutants.bench import close_ranks, judged
 from mutants.matrix import MUTANTS, also, page, rules_of, write_also
-
-from commlayer.conformance import Outcome
 
 _PAGE = Path(__file__).parents[3] / "docs" / "mutants.md"
 _SCHEDULES = 12

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mutants.mutant import Mutant
-
 from commlayer.conformance import Bench, Outcome, Subject, Verdict, judge
 from commlayer.conformance.ranks.pool import Process, Ranks
 from commlayer.conformance.rules import find_rule
 from commlayer.errors import CommError
+from mutants.mutant import Mutant
 
 PATIENCE = 30.0
 HANGING = 3.0

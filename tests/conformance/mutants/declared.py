@@ -7,13 +7,6 @@ from typing import Any
 
 import msgspec
 from commlayer_gloo import SEMANTICS
-from mutants.processes import (
-    LargePostWaits,
-    Lying,
-    OneThreadAtATime,
-    OvertakesAboveTwo,
-)
-from mutants.relay import Relay, TagsMerged
 
 from commlayer.backend import Backend
 from commlayer.semantics import (
@@ -29,6 +22,13 @@ from commlayer.semantics import (
     SizeMismatch,
     Threads,
 )
+from mutants.processes import (
+    LargePostWaits,
+    Lying,
+    OneThreadAtATime,
+    OvertakesAboveTwo,
+)
+from mutants.relay import Relay, TagsMerged
 
 
 @dataclass(frozen=True)

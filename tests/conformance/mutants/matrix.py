@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from commlayer.conformance import Level, all_rules
 from mutants import processes, shape, simulated
 from mutants.declared import WRONG_FACTS
 from mutants.mutant import Mutant
-
-from commlayer.conformance import Level, all_rules
 
 MUTANTS: tuple[Mutant, ...] = (*shape.MUTANTS, *simulated.MUTANTS, *processes.MUTANTS)
 

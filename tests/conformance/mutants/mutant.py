@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from commlayer.conformance import Subject
 
-
 HANGS = "does not come to an end"
 
 

@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 import msgspec
 from commlayer_gloo import GlooBackend
-from mutants.mutant import Mutant
 
 from commlayer.backend import Backend, Transport, Viability, World
 from commlayer.conformance import Subject
 from commlayer.semantics import DroppedWork, Order, Semantics, SourceLifetime
 from commlayer.sim.profiles import GLOO, NCCL
+from mutants.mutant import Mutant
 
 
 def facts(base: Semantics, **p2p: Any) -> Semantics:

@@ -7,17 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import vendor
-from mutants.mutant import Mutant
-from mutants.relay import (
-    ControlNeverMatched,
-    HighTagBitsIgnored,
-    Relay,
-    RelayTransport,
-    TagsMerged,
-    WrongSource,
-)
-from mutants.shape import facts
 from torch import Tensor
 
 from commlayer.backend import Backend, Transport
@@ -30,6 +21,16 @@ from commlayer.sim.operation import Operation, SimWork
 from commlayer.sim.profiles import ADVERSARY, GLOO, HCCL, MPI, NCCL, Profile
 from commlayer.sim.rank import Rank
 from commlayer.sim.transport import SimBackend
+from mutants.mutant import Mutant
+from mutants.relay import (
+    ControlNeverMatched,
+    HighTagBitsIgnored,
+    Relay,
+    RelayTransport,
+    TagsMerged,
+    WrongSource,
+)
+from mutants.shape import facts
 
 
 @dataclass(frozen=True)
@@ -220,13 +221,11 @@ class UnreadSendCompletes(Relay):
     """A send that nobody takes for half a second is let go of, and nothing has read it."""
 
     def wait(self, work: SimWork) -> None:
-        operation = work.operation
-        if not _is_send(work):
-            self.inner.wait(work)
-        elif self.inner.world.block(operation.done, "waits for", operation, 0.5):
-            self.inner.wait(work)
-        else:
+        operation, world = work.operation, self.inner.world
+        if _is_send(work) and not world.block(operation.done, "waits for", operation, 0.5):
             finish(operation)
+        else:
+            self.inner.wait(work)
 
 
 class _OvertakesAbove(Relay):
@@ -293,7 +292,7 @@ class PollIsAlwaysYes(Relay):
         pass
 
 
-class SecondErrorIsSwallowed(Relay):
+class ErrorsSwallowed(Relay):
     """An expired operation is reported as complete."""
 
     def wait(self, work: SimWork) -> None:
@@ -367,7 +366,7 @@ MUTANTS = (
            _on(ADVERSARY, SendWaitReturnsAtOnce), ("L1-wait-usable",),
            "overwritten|use_after_free"),
     Mutant("wait-early-small", "the wait of a send of 16 bytes returns at once",
-           _on(ADVERSARY, SmallSendWaitReturnsAtOnce), ("L1-released", "L1-copy-on-post"),
+           _on(ADVERSARY, SmallSendWaitReturnsAtOnce), ("L1-copy-on-post",),
            "overwritten|use_after_free"),
     Mutant("receive-wait-early", "the wait of a receive returns at once",
            _on(GLOO, ReceiveWaitReturnsAtOnce), ("L1-wait-usable",), "error"),
@@ -376,7 +375,7 @@ MUTANTS = (
     Mutant("wait-twice", "a work is waited twice, and the second wait closes the group",
            _on(GLOO, WaitsOnceTooOften), ("L1-wait-again",), "deadlock|error"),
     Mutant("single-threaded", "declares any thread, and bears one at a time",
-           lambda: Simulated(vendor.of_profile(GLOO).backend, plays=_serialized()),
+           _playing(GLOO, msgspec.structs.replace(GLOO.semantics, threads=Threads.SERIALIZED)),
            ("L1-wait-threads",), "misuse"),
     Mutant("timeout-poisons", "an operation that is pending for 1.5 s closes its group",
            _on(GLOO, ExpiresAfterSeconds), ("L1-timeout-harmless",), "timed out|closed"),
@@ -385,7 +384,7 @@ MUTANTS = (
     Mutant("timeout-when-idle", "an operation that is pending for half an hour closes its group",
            _on(GLOO, ExpiresWithinAnHour), ("L1-idle",), "timed out|closed"),
     Mutant("error-swallowed", "an operation that failed is reported as complete",
-           _on(GLOO, SecondErrorIsSwallowed), ("L1-timeout-harmless",), "error"),
+           _on(GLOO, ErrorsSwallowed), ("L1-timeout-harmless",), "error"),
     Mutant("poll-early", "declares `poll` exact, and it may be early",
            _playing(MPI, facts(MPI.semantics, poll=Poll.MAY_BE_EARLY)),
            ("L1-completed-exact",), "overwritten|error|deadlock"),
@@ -435,14 +434,8 @@ MUTANTS = (
     Mutant("sends-not-ordered", "the native wait of a device send orders no stream",
            _on(NCCL, OnlyReceivesOrdered), ("L1-wait-usable",), "overwritten|use_after_free"),
     Mutant("large-not-ordered", "the native wait of a device send of 64 bytes orders no stream",
-           _on(HCCL, LargeNotOrdered), ("L1-alive", "L1-completed-exact"),
+           _on(HCCL, LargeNotOrdered), ("L1-completed-exact",),
            "overwritten|use_after_free"),
     Mutant("side-stream-not-ordered", "the native wait orders the default stream only",
            _on(HCCL, DefaultStreamOrdered), ("L1-alive",), "use_after_free|early_read|error"),
 )  # fmt: skip
-
-
-def _serialized() -> Semantics:
-    import msgspec
-
-    return msgspec.structs.replace(GLOO.semantics, threads=Threads.SERIALIZED)
