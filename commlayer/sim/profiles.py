@@ -203,6 +203,13 @@ MPI = Profile(
     ),
     "MPICH as measured: 4 KiB are eager, progress only inside calls, a dropped request is unsafe",
 )
+MPI_RENDEZVOUS = Profile(
+    "mpi_rendezvous",
+    msgspec.structs.replace(
+        MPI.semantics, p2p=msgspec.structs.replace(MPI.semantics.p2p, eager_bytes=0)
+    ),
+    "any MPI library, by the standard: as mpi, and no send completes before its receive",
+)
 ONECCL_CPU = Profile(
     "oneccl_cpu",
     Semantics(
@@ -268,8 +275,8 @@ ADVERSARY_WEAKEST = Profile(
 PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
-        GLOO, GLOO_EARLY_POLL, NCCL, XCCL, CCL_BINDINGS, HCCL, MPI, ONECCL_CPU, ADVERSARY,
-        UNORDERED, ADVERSARY_SERIAL, ADVERSARY_POLLED, ADVERSARY_WEAKEST,
+        GLOO, GLOO_EARLY_POLL, NCCL, XCCL, CCL_BINDINGS, HCCL, MPI, MPI_RENDEZVOUS, ONECCL_CPU,
+        ADVERSARY, UNORDERED, ADVERSARY_SERIAL, ADVERSARY_POLLED, ADVERSARY_WEAKEST,
     )
 }  # fmt: skip
 

@@ -262,6 +262,7 @@ class Connection:
                 f"rank {peer.rank} has closed its communicator",
                 "Receive everything before closing, or stop sending before the peer closes",
             )
+            self._keep(peer, message.sent)
             with self._lock:
                 peer.error = peer.error or error
                 lanes = list(peer.sends.items())
@@ -269,7 +270,6 @@ class Connection:
             for name, lane in lanes:
                 if name != CONTROL_LANE:
                     lane.fail(error, stuck=False, since=taken.get(name, 0))
-            self._keep(peer, message.sent)
             peer.announced.update(pending)
             self._control(peer, ByeAck(self._open_receives(peer), pending))
         self._part(peer, message)

@@ -26,13 +26,13 @@ def exchange(count: int) -> object:
     return setup
 
 
-@scenario("gloo", "gloo_early_poll", "mpi")
+@scenario("gloo", "gloo_early_poll", "mpi_rendezvous")
 def exchange_one(world: World) -> None:
     """Two ranks send one message each way and wait for everything once."""
     exchange(1)(world)  # type: ignore[operator]
 
 
-@scenario("gloo", "gloo_early_poll", "mpi")
+@scenario("gloo", "gloo_early_poll", "mpi_rendezvous")
 def exchange_two(world: World) -> None:
     """Two ranks send two messages each way; first in, first out."""
     exchange(2)(world)  # type: ignore[operator]

@@ -19,7 +19,12 @@ from commlayer.sim.rank import Rank, blank, filled
 from commlayer.sim.scenario import scenario
 from commlayer.sim.world import World
 
-CORE = ("gloo", "gloo_early_poll", "mpi", "adversary", "adversary_serial", "adversary_polled")
+CORE = (
+    "gloo", "gloo_early_poll", "mpi", "mpi_rendezvous", "adversary", "adversary_serial",
+    "adversary_polled",
+)  # fmt: skip
+BACKGROUND = tuple(name for name in CORE if name != "adversary_polled")
+"""Messages move though no rank calls anything."""
 TALKATIVE = ("gloo", "adversary", "adversary_serial")
 
 
@@ -190,7 +195,7 @@ def core_copy_on_post(world: World) -> None:
     world.start(2, body)
 
 
-@scenario("gloo", "gloo_early_poll", "mpi", "adversary", "adversary_serial", case="C16")
+@scenario(*BACKGROUND, case="C16")
 def core_completes_unwaited(world: World) -> None:
     """`is_completed` turns true though nobody waits, and not before the peer has posted."""
     promises = Promises(world)
@@ -375,7 +380,7 @@ def core_close(world: World) -> None:
     world.start(2, body)
 
 
-@scenario("gloo", "gloo_early_poll", "mpi", "adversary", "adversary_serial", case="C29")
+@scenario(*BACKGROUND, case="C29")
 def core_sent_then_closed(world: World) -> None:
     """One rank sends on two tags and closes at once; the other asks later and gets both."""
     promises = Promises(world)

@@ -12,7 +12,7 @@ from commlayer.sim.scenario import scenario
 from commlayer.sim.world import World
 
 
-@scenario("gloo", "gloo_early_poll", "mpi")
+@scenario("gloo", "gloo_early_poll", "mpi_rendezvous")
 def distributed_exchange(world: World) -> None:
     """`dist.isend` and `dist.irecv` both ways, waited once."""
 
@@ -28,7 +28,7 @@ def distributed_exchange(world: World) -> None:
     start_distributed(world, 2, body)
 
 
-@scenario("gloo", "mpi", expect=FailureKind.DEADLOCK, case="C1")
+@scenario("gloo", "mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C1")
 def distributed_send_first(world: World) -> None:
     """Both ranks call the blocking `dist.send` first."""
 
@@ -56,7 +56,7 @@ def distributed_dropped_work(world: World) -> None:
     start_distributed(world, 2, body)
 
 
-@scenario("gloo", "mpi")
+@scenario("gloo", "mpi_rendezvous")
 def distributed_objects(world: World) -> None:
     """`send_object_list`, `broadcast_object_list`, `all_gather` and `barrier`, three ranks."""
 

@@ -15,7 +15,7 @@ from commlayer.sim.scenario import scenario
 from commlayer.sim.transport import SimEndpoint
 from commlayer.sim.world import World
 
-HOST = ("gloo", "gloo_early_poll", "mpi")
+HOST = ("gloo", "gloo_early_poll", "mpi_rendezvous")
 META, PAYLOAD = 1, 2
 
 
@@ -30,7 +30,7 @@ def receive_dict(data: SimEndpoint, src: int) -> Any:
 # -- blocking metadata ------------------------------------------------------------
 
 
-@scenario("gloo", "gloo_early_poll", "mpi", expect=FailureKind.DEADLOCK, case="C1")
+@scenario("gloo", "gloo_early_poll", "mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C1")
 def blocking_metadata(world: World) -> None:
     """An "async" dict send blocks while it sends its metadata; both ranks send first."""
 
@@ -80,7 +80,9 @@ def dropped_handle(world: World) -> None:
     world.start(2, _fire_and_forget)
 
 
-@scenario("mpi", "oneccl_cpu", "adversary", expect=FailureKind.USE_AFTER_FREE, case="C25")
+@scenario(
+    "mpi_rendezvous", "oneccl_cpu", "adversary", expect=FailureKind.USE_AFTER_FREE, case="C25"
+)
 def dropped_request(world: World) -> None:
     """The caller drops work and tensor of a send; the transport reads freed memory."""
 
@@ -171,7 +173,7 @@ def reap_on_early_poll_where_works_own(world: World) -> None:
     _reaped_on_poll(world, sends=1)
 
 
-@scenario("mpi", case="C16")
+@scenario("mpi_rendezvous", case="C16")
 def reap_on_exact_poll(world: World) -> None:
     """Where the poll is exact the same policy is right."""
     _reaped_on_poll(world)
@@ -273,7 +275,7 @@ def native_timeout(world: World) -> None:
 # -- overwriting --------------------------------------------------------------------
 
 
-@scenario("gloo", "gloo_early_poll", "mpi", expect=FailureKind.OVERWRITTEN, case="C2")
+@scenario("gloo", "gloo_early_poll", "mpi_rendezvous", expect=FailureKind.OVERWRITTEN, case="C2")
 def overwrite_before_completion(world: World) -> None:
     """Retained but overwritten: the next step writes into a buffer that is still being sent."""
 
@@ -311,7 +313,7 @@ def overwrite_after_completion(world: World) -> None:
 # -- broadcasts -----------------------------------------------------------------------
 
 
-@scenario("gloo", "mpi", expect=FailureKind.OVERWRITTEN, case="C4")
+@scenario("gloo", "mpi_rendezvous", expect=FailureKind.OVERWRITTEN, case="C4")
 def broadcast_slot_overwritten(world: World) -> None:
     """One slot holds the tokens of every step; a step writes it while a broadcast is pending."""
 
@@ -332,7 +334,7 @@ def broadcast_slot_overwritten(world: World) -> None:
     world.start(2, body)
 
 
-@scenario("gloo", "mpi", expect=FailureKind.DEADLOCK, case="C5")
+@scenario("gloo", "mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C5")
 def conditional_broadcast(world: World) -> None:
     """Each rank decides from its own view whether a step broadcasts; the views differ."""
 
@@ -352,7 +354,7 @@ def conditional_broadcast(world: World) -> None:
     world.start(2, body)
 
 
-@scenario("gloo", "mpi", expect=FailureKind.DEADLOCK, case="C6")
+@scenario("gloo", "mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C6")
 def broadcast_one_ahead(world: World) -> None:
     """Ranks disagree on the number of broadcasts in a step; one waits for another more."""
 
@@ -415,7 +417,7 @@ def _batch(rank: Rank, *, receives_first: bool) -> None:
         call()
 
 
-@scenario("mpi", expect=FailureKind.DEADLOCK, case="C27")
+@scenario("mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C27")
 def receive_before_send_in_a_batch(world: World) -> None:
     """A batch runs in the order of its list, and the receive is listed first."""
     world.start(2, lambda rank: _batch(rank, receives_first=True))
@@ -449,13 +451,13 @@ def _awaits_reply(rank: Rank, *, driven: bool) -> None:
         work.wait()
 
 
-@scenario("mpi", expect=FailureKind.DEADLOCK, case="C24")
+@scenario("mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C24")
 def progress_behind_another_wait(world: World) -> None:
     """Nothing moves outside calls, and the call that would drive the send comes too late."""
     world.start(2, lambda rank: _awaits_reply(rank, driven=False))
 
 
-@scenario("mpi", case="C24")
+@scenario("mpi_rendezvous", case="C24")
 def progress_by_a_driver(world: World) -> None:
     """The cure: a driver polls in the background."""
     world.start(2, lambda rank: _awaits_reply(rank, driven=True))

@@ -1,4 +1,5 @@
-"""Write `docs/mutants.md`; with names of levels (``L0 L1 L2``) measure their whole rows first.
+"""Write `docs/mutants.md`; with names of mutants or
+levels (``L0 L1 L2``) measure their whole rows first.
 
 L1 takes minutes, L2 (with L4) the better part of an hour.
 """
@@ -17,11 +18,11 @@ _PAGE = Path(__file__).parents[3] / "docs" / "mutants.md"
 _SCHEDULES = 12
 
 
-def measure(levels: list[str]) -> None:
-    """Judge every rule of its level on each mutant."""
+def measure(wanted: list[str]) -> None:
+    """Judge every rule of its level on each mutant that is wanted, by name or level."""
     found = also()
     for mutant in MUTANTS:
-        if mutant.killed_by[0][:2] not in levels:
+        if not {mutant.name, mutant.killed_by[0][:2]} & set(wanted):
             continue
         quick = replace(mutant, schedules=_SCHEDULES)
         failed = [

@@ -70,7 +70,7 @@ WRONG_FACTS = (
     WrongFact("p2p.dropped_work", DroppedWork.UNSAFE, False),
     WrongFact("p2p.eager_bytes", 64, True),
     WrongFact("p2p.post_may_block", PostMayBlock.NEVER, True, LargePostWaits),
-    WrongFact("p2p.post_may_block", PostMayBlock.ALWAYS, False, quick=True),
+    WrongFact("p2p.post_may_block", PostMayBlock.ALWAYS, False),
     WrongFact("p2p.order", Order.PER_TAG, True, OvertakesAboveTwo),
     WrongFact("p2p.order", Order.UNORDERED, False),
     WrongFact("p2p.max_outstanding_per_pair", 1, False),

@@ -753,7 +753,7 @@ MUTANTS = (
     _lie("p-errors-spread", "after one failure every operation fails", ErrorsSpread,
          "L4-dead-peer", says="Connection closed by peer"),
     _lie("p-errors-end-the-process", "a failure ends the process", ErrorsEndTheProcess,
-         "L4-close-dead-peer", "L4-dead-peer", says="exit code 9"),
+         "L4-close-dead-peer", "L4-dead-peer", says="exit code 9|Broken pipe"),
     _lie("p-damages-the-twentieth", "the twentieth message of 256 KiB is damaged",
          DamagesTheTwentieth, "L4-churn", says="got other bytes"),
     _lie("p-sources-kept", "every source is kept for ever", SourcesKeptForEver,
