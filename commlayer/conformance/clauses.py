@@ -85,8 +85,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "fresh-interpreters": "Ranks that are new interpreters (spawned, not forked) connect and "
         "exchange.",
         "drain": "`drain` returns when every send is locally complete, and not before.",
-        "close": "`close` delivers what was sent before it to a peer that still receives, names what it could not, "
-        "and ends pending receives (CLOSED).",
+        "close": "`close` delivers what was sent before it to a peer that still receives, names "
+        "what it could not, and ends pending receives (CLOSED).",
         "close-in-flight": "Closing with undelivered sends ends within its limit and names them.",
         "exit": "A process that ends with an open communicator, at any moment, keeps its exit "
         "code and does not hang.",

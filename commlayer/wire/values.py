@@ -38,7 +38,7 @@ import reprlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, Flag
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -422,7 +422,18 @@ def _cure(kind: type) -> str:
     )
 
 
+@cache
+def _flag_bits(cls: type[Flag]) -> int:
+    """All bits that the flag declares; others are never built, whatever its boundary says."""
+    bits = 0
+    for member in cls.__members__.values():
+        bits |= member.value
+    return bits
+
+
 def _put_member(packer: _Packer, entry: _Registered, value: Any, depth: int) -> None:
+    if isinstance(value, Flag) and value.value & ~_flag_bits(type(value)):
+        raise _Refused(f"{value!r} has bits that {entry.name} does not declare", "Clear them")
     packer.open(_MEMBER, 1, depth, entry.name.encode())
     packer.tokens.append(value.value if isinstance(value, Flag) else value.name)
 
@@ -713,7 +724,7 @@ def _take_member(parser: _Parser, data: bytes, depth: int) -> Any:
     (member,) = parser.take_items(1, depth)
     try:
         if issubclass(entry.cls, Flag):
-            if type(member) is int:
+            if type(member) is int and not member & ~_flag_bits(entry.cls):
                 return entry.cls(member)
         elif type(member) is str:
             return entry.cls[member]

@@ -209,7 +209,7 @@ def test_eager_sends_complete_before_the_receive_and_long_ones_do_not() -> None:
         rank.endpoint().recv(second, 0)
         assert (int(first[0]), int(second[0])) == (1, 2)
 
-    check(PROFILES["mpi"], body, peer)
+    check(with_facts("mpi", eager_bytes=8), body, peer)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_nothing_moves_outside_calls_where_progress_is_only_in_calls() -> None:
     def peer(rank: Rank) -> None:
         rank.endpoint().recv(blank(64), 0)
 
-    check(PROFILES["mpi"], body, peer)
+    check(PROFILES["mpi_rendezvous"], body, peer)
 
 
 @pytest.mark.parametrize("threads", [Threads.FUNNELED, Threads.SERIALIZED])
