@@ -751,7 +751,7 @@ MUTANTS = (
     _lie("p-errors-never-told", "the wait of a failed operation does not return",
          ErrorsNeverTold, "L4-dead-peer", says=HANGS),
     _lie("p-errors-spread", "after one failure every operation fails", ErrorsSpread,
-         "L4-dead-peer", says="Connection closed by peer"),
+         "L4-dead-peer", says="Connection (closed|reset) by peer"),
     _lie("p-errors-end-the-process", "a failure ends the process", ErrorsEndTheProcess,
          "L4-close-dead-peer", "L4-dead-peer", says="exit code 9|Broken pipe"),
     _lie("p-damages-the-twentieth", "the twentieth message of 256 KiB is damaged",
