@@ -30,7 +30,7 @@ from commlayer.tracking.retention import DeviceHold, RetentionPolicy
 from commlayer.wire.connection import Connection
 from commlayer.wire.frame import Kind, Outgoing
 from commlayer.wire.tags import BROADCAST, MAX_TAG, OBJECTS, SLICES
-from commlayer.wire.tensors import DTYPES, Limits, overlaps, sendable
+from commlayer.wire.tensors import DTYPES, Limits, as_bytes, overlaps, sendable
 from commlayer.wire.values import pack
 
 
@@ -101,6 +101,7 @@ class Communicator:
         self._channel = channel
         self._broadcast_channel = "broadcast" if channel == "data" else channel
         self._step = 0
+        self._at_most = -1
         self._exchange = Exchange(
             tuple(self._connection.peers),
             self._connection.runtime,
@@ -288,7 +289,14 @@ class Communicator:
 
     # Broadcasts
 
-    def broadcast(self, tensor: Tensor | None, src: int, async_op: bool = False) -> Any:
+    def broadcast(
+        self,
+        tensor: Tensor | None,
+        src: int,
+        async_op: bool = False,
+        *,
+        at_most: int | None = None,
+    ) -> Any:
         """Send `tensor` of rank `src` to every other rank.
 
         Every rank calls it, in the same order.  Other ranks receive into
@@ -296,6 +304,18 @@ class Communicator:
         sent.  Returns the tensor, or with `async_op` a handle whose ``result()``
         is the tensor.  A rank that is a broadcast behind or ahead of the sender
         raises PROTOCOL.
+
+        A receive of a tensor on a device is posted when its header is here, in
+        the next call of the receiver: nothing is received before.  `at_most`,
+        the same on every rank and in every call on the channel, declares the
+        largest size of the tensor in bytes and has it posted at once: always
+        so many bytes are sent, and a result in new memory is the first part of
+        them.  The first message of a channel is not received ahead, nor is one
+        while another is awaited.  The tensor must be on the device then.  Where
+        there is no device, `at_most` is checked and changes nothing.
+
+        Raises CONFIG where the tensor is larger and where the channel has
+        another `at_most`; receivers whose `at_most` differs raise PROTOCOL.
         """
 
         def target(operation: Operation) -> Tensor | None:
@@ -310,7 +330,9 @@ class Communicator:
                 )
             return b"", [sendable(tensor, operation.describe())]
 
-        return self._broadcast("broadcast", Kind.TENSOR, src, tensor, contents, target, async_op)
+        return self._broadcast(
+            "broadcast", Kind.TENSOR, src, tensor, contents, target, async_op, at_most
+        )
 
     def broadcast_object(self, obj: Any, src: int, async_op: bool = False) -> Any:
         """Send a value of rank `src` to every other rank; what they pass is ignored.
@@ -326,11 +348,17 @@ class Communicator:
         )
 
     def broadcast_tensor_dict(
-        self, tensor_dict: Mapping[str, Any] | None, src: int, async_op: bool = False
+        self,
+        tensor_dict: Mapping[str, Any] | None,
+        src: int,
+        async_op: bool = False,
+        *,
+        at_most: int | None = None,
     ) -> Any:
         """Send a tensor dict of rank `src` to every other rank; what they pass is ignored.
 
         Returns the dict, or with `async_op` a handle whose ``result()`` is the dict.
+        `at_most` is as for `broadcast`; a dict with it has exactly one tensor.
         """
 
         def contents(operation: Operation) -> tuple[bytes, list[Tensor]]:
@@ -345,6 +373,7 @@ class Communicator:
             contents,
             _no_target,
             async_op,
+            at_most,
         )
 
     # Streams, and work of others
@@ -577,6 +606,7 @@ class Communicator:
         tensors: Sequence[Tensor],
         packed: bytes,
         step: int = -1,
+        at_most: int = -1,
     ) -> Outgoing:
         self._check_devices(tensors, operation)
         device = self._connection.device
@@ -587,6 +617,8 @@ class Communicator:
             self._session.config.inline_bytes,
             step,
             None if device is None else device.device.holds,
+            at_most,
+            None if device is None or at_most < 0 else [self._padded(tensors[0], at_most)],
         )
         limits = self._session.limits
         if outgoing.header_bytes > limits.max_header_bytes:
@@ -597,7 +629,7 @@ class Communicator:
                 f"{limits.max_header_bytes}",
                 "Send fewer tensors at once, or raise the limit on all ranks",
             )
-        if sum(tensor.nbytes for tensor in tensors) > limits.max_message_bytes:
+        if max(sum(tensor.nbytes for tensor in tensors), at_most) > limits.max_message_bytes:
             raise CommError(
                 ErrorKind.UNSUPPORTED,
                 operation.describe(),
@@ -631,14 +663,19 @@ class Communicator:
             operation.fingerprint = Fingerprint(outgoing.payload)
 
     def _claim(
-        self, operation: Operation, kind: Kind, step: int = -1, target: Tensor | None = None
+        self,
+        operation: Operation,
+        kind: Kind,
+        step: int = -1,
+        target: Tensor | None = None,
+        at_most: int = -1,
     ) -> MessageClaim:
         side = self._connection.device
         if target is None or side is None or not side.device.holds(target):
-            return MessageClaim(operation, kind, step, target)
+            return MessageClaim(operation, kind, step, target, None, at_most)
         operation.after = side.device.event()
         operation.after.record(side.device.current_stream())
-        return MessageClaim(operation, kind, step, target, side.device.copy)
+        return MessageClaim(operation, kind, step, target, side.device.copy, at_most)
 
     def _receive(self, operation: Operation, claim: MessageClaim) -> Handle:
         lane = self._connection.recv_lane(
@@ -657,8 +694,10 @@ class Communicator:
         contents: Callable[[Operation], tuple[bytes, list[Tensor]]],
         target: Callable[[Operation], Tensor | None],
         async_op: bool,
+        at_most: int | None = None,
     ) -> Any:
         self._check_rank(src, name)
+        size = self._declared(name, at_most)
         if self._connection.closed is not None:
             raise self._connection.closed.again()
         channel = self._broadcast_channel
@@ -673,15 +712,62 @@ class Communicator:
                 for peer in self._connection.peers
             ]
             packed, tensors = contents(operations[0])
-            sends = self._fan_out(operations, kind, self._retained(tensors), packed)
+            if at_most is not None:
+                self._check_size(tensors, size, operations[0])
+            sends = self._fan_out(operations, kind, self._retained(tensors), packed, size)
             handle = CompositeHandle(sends, now, lambda: value)
         else:
             operation = self._make(name, LaneKey(channel, src, "recv", BROADCAST))
             into = target(operation)
             owner = self._session.channels[channel]
-            handle = self._receive(operation, self._claim(operation, kind, owner._step, into))
+            handle = self._receive(operation, self._claim(operation, kind, owner._step, into, size))
             owner._step += 1
         return handle if async_op else handle.result()
+
+    def _declared(self, name: str, at_most: int | None) -> int:
+        """`at_most`, which is fixed by the first call on the channel; -1 for ``None``."""
+        if at_most is None:
+            return -1
+        if isinstance(at_most, bool) or not isinstance(at_most, int) or at_most <= 0:
+            raise ValueError(f"at_most is a positive number of bytes, not {at_most!r}")
+        owner = self._session.channels[self._broadcast_channel]
+        if owner._at_most not in (-1, at_most):
+            raise CommError(
+                ErrorKind.CONFIG,
+                name,
+                f"at_most = {at_most} differs from the {owner._at_most} that channel "
+                f"{self._broadcast_channel!r} began with",
+                "Pass the same in all calls on a channel, or use another channel",
+            )
+        owner._at_most = at_most
+        return at_most
+
+    def _check_size(self, tensors: Sequence[Tensor], at_most: int, operation: Operation) -> None:
+        cause = ""
+        if len(tensors) != 1:
+            cause = f"at_most declares the size of one tensor, there are {len(tensors)}"
+        elif tensors[0].nbytes > at_most:
+            cause = f"the tensor has {tensors[0].nbytes} bytes, at_most = {at_most}"
+        elif self._connection.device is not None and not self._on_device(tensors[0]):
+            cause = f"at_most declares a tensor on the device, this is on {tensors[0].device}"
+        if cause:
+            raise CommError(
+                ErrorKind.CONFIG, operation.describe(), cause,
+                "Declare the largest size, on all ranks, for one tensor on the device",
+            )  # fmt: skip
+
+    def _padded(self, tensor: Tensor, size: int) -> Tensor:
+        """Device memory of `size` bytes that begins with those of `tensor`."""
+        device = self._connection.device
+        assert device is not None
+        data = as_bytes(tensor)
+        if data.numel() == size:
+            return data
+        with torch.inference_mode(False):
+            padded = device.device.empty((size,), torch.uint8)
+        if data.numel():
+            device.device.copy(padded[: data.numel()], data)
+        return padded
 
     def _fan_out(
         self,
@@ -689,10 +775,11 @@ class Communicator:
         kind: Kind,
         tensors: Sequence[Tensor],
         packed: bytes,
+        at_most: int,
     ) -> list[Handle]:
         """Post one message to every peer; a peer that is lost fails its own handle only."""
         owner = self._session.channels[self._broadcast_channel]
-        outgoing = self._encode(operations[0], kind, tensors, packed, owner._step)
+        outgoing = self._encode(operations[0], kind, tensors, packed, owner._step, at_most)
         admitted: list[Operation] = []
         try:
             for operation in operations:

@@ -25,10 +25,11 @@ class MessageClaim:
 
     With `target` (a dense tensor) the message must be a tensor of its dtype and
     number of elements, and is received into it; without, into new memory.  A
-    `target` on a device comes with the device's `copy`.
+    `target` on a device comes with the device's `copy`.  `at_most` is the size in
+    bytes that the sender must have declared for the tensor, too.
     """
 
-    __slots__ = ("_copy", "_kind", "_result", "_step", "_target", "operation")
+    __slots__ = ("_copy", "_kind", "_result", "_step", "_target", "at_most", "operation")
 
     def __init__(
         self,
@@ -37,8 +38,10 @@ class MessageClaim:
         step: int = -1,
         target: Tensor | None = None,
         copy: Callable[[Tensor, Tensor], object] | None = None,
+        at_most: int = -1,
     ) -> None:
         self.operation = operation
+        self.at_most = at_most
         self._kind = kind
         self._step = step
         self._result = target
@@ -54,6 +57,13 @@ class MessageClaim:
                 f"the peer is at broadcast {incoming.body.step} of this channel, this rank at "
                 f"{self._step}"
             )
+        if incoming.body.at_most != self.at_most:
+            return self._mismatch(
+                f"the peer declared {_size(incoming.body.at_most)}, this rank {_size(self.at_most)}"
+            )
+        size = sum(meta.nbytes for meta in incoming.body.tensors)
+        if self.at_most >= 0 and size > self.at_most:
+            return self._mismatch(f"the peer sent {size} bytes and declared {self.at_most}")
         if self._target is not None:
             sent, mine = incoming.body.tensors[0], meta_of(self._target)
             if sent.dtype != mine.dtype or sent.nbytes != mine.nbytes:
@@ -62,7 +72,7 @@ class MessageClaim:
                     f"is {mine.dtype} of shape {list(mine.shape)}"
                 )
             place = incoming.body.placements[0]
-            if place and (place == Placement.DEVICE) is not (self._copy is not None):
+            if place and (place >= Placement.DEVICE) is not (self._copy is not None):
                 where = ("host", "device") if self._copy is not None else ("device", "host")
                 return self._mismatch(
                     f"the peer sent a tensor in {where[0]} memory, this rank's is in "
@@ -93,3 +103,7 @@ class MessageClaim:
         if tensor is not None and tensor.numel():
             (self._copy or Tensor.copy_)(self._target, tensor.view(self._target.shape))
         return self._result
+
+
+def _size(at_most: int) -> str:
+    return "no size" if at_most < 0 else f"at_most = {at_most}"

@@ -23,7 +23,12 @@ class Broadcasts(Protocol):
     @property
     def rank(self) -> int: ...
     def broadcast_tensor_dict(
-        self, tensor_dict: Mapping[str, Any] | None, src: int, async_op: bool = False
+        self,
+        tensor_dict: Mapping[str, Any] | None,
+        src: int,
+        async_op: bool = False,
+        *,
+        at_most: int | None = None,
     ) -> Any: ...
 
 
@@ -86,6 +91,10 @@ class DeferredBroadcast:
     shape and dtype are those that the source posts and may change from step to
     step.  The source must not overwrite its tensor before `sent` was waited.
 
+    On a device transport nothing is received between `post` and `take` unless
+    `at_most` declares the largest size of the tensor in bytes: see
+    `commlayer.Communicator.broadcast`, and `overlaps`.
+
     `name` is the operation in errors; `comm` is best a channel of its own, where
     no other broadcast can be confused with it.  For one thread at a time.
     """
@@ -97,6 +106,7 @@ class DeferredBroadcast:
         name: str = "tokens",
         *,
         on_pending: Literal["refuse", "drain"] = "refuse",
+        at_most: int | None = None,
     ) -> None:
         if on_pending not in ("refuse", "drain"):
             raise ValueError(f"on_pending is 'refuse' or 'drain', not {on_pending!r}")
@@ -105,6 +115,7 @@ class DeferredBroadcast:
         self.sent: Handle | None = None
         """On the source, the handle of the last broadcast."""
         self._comm = comm
+        self._at_most = at_most
         self._drains = on_pending == "drain"
         self._last = -1
         self._slot: _Posted | _Skipped | None = None
@@ -115,6 +126,15 @@ class DeferredBroadcast:
         self._ended: set[int] = set()
         """Steps whose take raised; the source may still send them."""
         self._closed = False
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether tensors on a device are received between `post` and `take`.
+
+        That needs `at_most`.  The first message of a channel is not, nor is one
+        while another of the channel is awaited.  Tensors on the host always are.
+        """
+        return self._at_most is not None
 
     @property
     def step(self) -> int:
@@ -211,7 +231,9 @@ class DeferredBroadcast:
     # How
 
     def _broadcast(self, fields: Mapping[str, Any] | None) -> Handle:
-        handle: Handle = self._comm.broadcast_tensor_dict(fields, self.src, async_op=True)
+        handle: Handle = self._comm.broadcast_tensor_dict(
+            fields, self.src, async_op=True, at_most=self._at_most
+        )
         return handle
 
     def _begin(self, step: int, timeout: float | None) -> None:

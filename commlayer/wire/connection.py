@@ -442,6 +442,8 @@ class Connection:
 class _ControlClaim:
     """Asks for the next control message, again and again."""
 
+    at_most = -1
+
     def __init__(self, connection: Connection, peer: Peer, lane: RecvLane) -> None:
         self._connection = connection
         self._peer = peer

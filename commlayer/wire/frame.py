@@ -30,7 +30,7 @@ from torch import Tensor
 from commlayer.errors import CommError, ErrorKind
 from commlayer.wire.tensors import Limits, TensorMeta, as_bytes, meta_of
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 _MAGIC = b"CML"
 _PREFIX = struct.Struct("<3sBBBxxQIIIxxxx")
 PREFIX_BYTES = _PREFIX.size
@@ -56,6 +56,8 @@ class Placement(IntEnum):
     MESSAGE = 2
     DEVICE = 3
     """A message of its own, on the device transport."""
+    RESERVED = 4
+    """A message of its own of ``Body.at_most`` bytes, on a device lane of such messages."""
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -63,12 +65,14 @@ class Body(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
     `placements` has one `Placement` per tensor.  `step` counts the collective
     calls on the channel (-1: not a collective).  `value` is the packed value.
+    `at_most` is the size in bytes that was declared for the tensor (-1: none was).
     """
 
     tensors: tuple[TensorMeta, ...] = ()
     placements: bytes = b""
     step: int = -1
     value: bytes = b""
+    at_most: int = -1
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -100,6 +104,7 @@ class Outgoing:
         "kind",
         "nbytes",
         "payload",
+        "reserved",
     )
 
     def __init__(
@@ -110,27 +115,35 @@ class Outgoing:
         inline_bytes: int,
         step: int = -1,
         on_device: Callable[[Tensor], bool] | None = None,
+        at_most: int = -1,
+        reserved: Sequence[Tensor] | None = None,
     ) -> None:
         """`tensors` are contiguous; small ones are copied into the header, others posted.
 
-        Those that `on_device` names go to the device transport.
+        Those that `on_device` names go to the device transport.  With `reserved`
+        the only tensor travels as the `at_most` bytes in it.
         """
         sources = [as_bytes(tensor) for tensor in tensors]
-        placements = _place(sources, inline_bytes, on_device)
+        if reserved is None:
+            placements = _place(sources, inline_bytes, on_device)
+        else:
+            placements = bytes([Placement.RESERVED])
         inline = [s for s, place in zip(sources, placements, strict=True) if place == 1]
         inline_size = sum(source.numel() for source in inline)
         metas = tuple(meta_of(tensor) for tensor in tensors)
-        body = _encoder.encode(Body(metas, placements, step, value))
+        body = _encoder.encode(Body(metas, placements, step, value, at_most))
         if PREFIX_BYTES + len(body) + inline_size > capacity(inline_bytes):
             placements = placements.replace(b"\x01", b"\x02")
             inline, inline_size = [], 0
-            body = _encoder.encode(Body(metas, placements, step, value))
+            body = _encoder.encode(Body(metas, placements, step, value, at_most))
         long = PREFIX_BYTES + len(body) > capacity(inline_bytes)
         self.kind = kind
         self.payload = [s for s, place in zip(sources, placements, strict=True) if place == 2]
+        self.reserved = reserved is not None
         self.device_payload = [
             s for s, place in zip(sources, placements, strict=True) if place == 3
         ]
+        self.device_payload += reserved or ()
         prefix = _PREFIX.pack(
             _MAGIC, WIRE_VERSION, kind, _LONG if long else 0, 0,
             len(body), inline_size, zlib.crc32(body),
@@ -254,7 +267,9 @@ def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: str) ->
         total += meta.nbytes
         if place == Placement.INLINE:
             inline += meta.nbytes
-        if place > Placement.DEVICE or (place == Placement.EMPTY) != (meta.nbytes == 0):
+        if place == Placement.RESERVED:
+            _check_reserved(body, limits, where)
+        elif place > Placement.DEVICE or (place == Placement.EMPTY) != (meta.nbytes == 0):
             raise protocol_error(where, "the header places a tensor wrongly")
     if inline != prefix.inline:
         raise protocol_error(
@@ -265,3 +280,14 @@ def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: str) ->
             where, f"{total} bytes of tensors exceed max_message_bytes = {limits.max_message_bytes}"
         )
     return body
+
+
+def _check_reserved(body: Body, limits: Limits, where: str) -> None:
+    if len(body.tensors) != 1 or body.at_most <= 0:
+        raise protocol_error(where, "the header reserves a size for something else than one tensor")
+    if body.at_most > limits.max_message_bytes:
+        raise protocol_error(
+            where,
+            f"the declared {body.at_most} bytes exceed "
+            f"max_message_bytes = {limits.max_message_bytes}",
+        )

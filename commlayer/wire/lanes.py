@@ -35,6 +35,7 @@ from commlayer.wire.frame import (
     decode_prefix,
     protocol_error,
 )
+from commlayer.wire.tags import RESERVED
 from commlayer.wire.tensors import DTYPES, Limits, TensorMeta, as_bytes, from_meta
 from commlayer.wire.values import Parsed, parse
 
@@ -91,6 +92,7 @@ class SendLane:
         self._on_device: list[Operation] = []
         self._current: Operation | None = None
         self._sequence = 0
+        self._reserved = 0
         self._started = False
         self._finishing = False
         self._error: CommError | None = None
@@ -147,12 +149,31 @@ class SendLane:
         self._on_device.append(operation)
         try:
             with device.lock:
-                lane = device.lane(self.key, self._device_failed)
-                lane.send(operation, outgoing.device_payload)
+                key = self.key
+                if outgoing.reserved:
+                    key = reserved_key(key)
+                    self._reserved = outgoing.device_payload[0].numel()
+                device.lane(key, self._device_failed).send(operation, outgoing.device_payload)
         except Exception as error:
             self._stranded.append((operation, outgoing))
             return error
         return None
+
+    def advance(self) -> None:
+        """Post the last reserved payload, for a receive that the peer has posted ahead.
+
+        Called under the device's lock.
+        """
+        device = self._context.device
+        assert device is not None
+        with torch.inference_mode(False):
+            padding = device.device.empty((self._reserved,), torch.uint8)
+        operation = Operation("last payload", self.key, 0, self._context.runtime.now())
+        operation.device_buffers = (padding,)
+        device.lane(reserved_key(self.key), self._device_failed).send(operation, (padding,))
+
+    def post_failed(self, error: Exception) -> None:
+        self._context.peer_failed(self.key.peer, error)
 
     def _device_failed(self, error: Exception) -> None:
         self._context.peer_failed(self.key.peer, error)
@@ -241,9 +262,18 @@ class SendLane:
                 return
             self._error = self._error or error
             if goodbye is not None:
-                failure = self._enqueue(goodbye, Outgoing(Kind.GOODBYE, (), b"", 0))
+                failure = self._enqueue(goodbye, self._goodbye())
             self._finishing = True
         self._posted(failure)
+
+    def _goodbye(self) -> Outgoing:
+        """Where a receive may be posted ahead, it announces the payload that ends that one."""
+        device = self._context.device
+        if device is None or not self._reserved:
+            return Outgoing(Kind.GOODBYE, (), b"", 0)
+        device.postpone(self)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        return Outgoing(Kind.GOODBYE, (nothing,), b"", 0, at_most=self._reserved, reserved=())
 
     def abandon(self, error: BaseException) -> None:
         self.fail(_driver_died(self.name, error), stuck=True)
@@ -269,12 +299,22 @@ class Incoming:
         """Indices of the tensors that travel as `where` says."""
         return [index for index, place in enumerate(self.body.placements) if place == where]
 
+    @property
+    def on_device(self) -> bool:
+        """Whether it has payload on the device transport."""
+        return any(place >= Placement.DEVICE for place in self.body.placements)
+
 
 class Claim(Protocol):
     """A receive that was asked for."""
 
     @property
     def operation(self) -> Operation: ...
+
+    @property
+    def at_most(self) -> int:
+        """The size in bytes that was declared for its tensor; -1 if none was."""
+        ...
 
     def refusal(self, incoming: Incoming) -> CommError | None:
         """Why `incoming` is not what was asked for, or ``None``."""
@@ -295,6 +335,11 @@ class RecvLane:
     Lanes are independent: one that nobody reads holds up no other.  At most
     `unclaimed` complete messages are taken in before they are asked for;
     payload that is not inline is received only when it is.
+
+    A claim that declares a size posts its device receive at once, once a message
+    has shown that the peer declares the same.  The payloads of such messages have
+    that size and a device lane of their own, so whichever of them is next will
+    fill it.  One receive is posted ahead of its header at a time.
     """
 
     def __init__(self, context: LaneContext, endpoint: Endpoint, key: LaneKey, tag: int) -> None:
@@ -309,6 +354,9 @@ class RecvLane:
         self._arrived: deque[Incoming] = deque()
         self._deferred: deque[tuple[Claim | None, Incoming]] = deque()
         self._current: Claim | None = None
+        self._reserved = 0
+        self._ahead: Tensor | None = None
+        self._goodbye: Incoming | None = None
         self._expected = 0
         self._taken = 0
         self._sinking = False
@@ -338,12 +386,15 @@ class RecvLane:
         """Ask for the next message; the operation settles when it is here or cannot come."""
         incoming: Incoming | None = None
         error: CommError | None = None
+        if claim.at_most > 0:
+            self._post_ahead(claim.at_most)
         with self._lock:
             if self._arrived:
                 incoming = self._arrived.popleft()
                 self._taken += 1
                 if self._defer(claim, incoming):
                     incoming = None
+                self._defer_goodbye()
             elif self._error is not None:
                 error = self._error.again()
             else:
@@ -354,6 +405,26 @@ class RecvLane:
             self._context.ledger.fail(claim.operation, error)
             return
         self._wake.set()
+
+    def _post_ahead(self, size: int) -> None:
+        """Post the device receive of the next reserved message before its header is here."""
+        device = self._context.device
+        if device is None or device.capture_refused():
+            return
+        try:
+            with device.lock:
+                if size == self._reserved and self._ahead is None and self._error is None:
+                    with torch.inference_mode(False):
+                        buffer = device.device.empty((size,), torch.uint8)
+                    self._receive_reserved(device, "receive posted ahead", buffer)
+                    self._ahead = buffer
+        except Exception as error:
+            self._device_failed(error)
+
+    def _receive_reserved(self, device: DeviceSide, kind: str, buffer: Tensor) -> None:
+        operation = Operation(kind, self.key, 0, self._context.runtime.now())
+        lane = device.lane(reserved_key(self.key), self._device_failed)
+        lane.receive(operation, [buffer], lambda: None)
 
     def steps(self) -> Procedure:
         try:
@@ -411,16 +482,26 @@ class RecvLane:
         else:
             data = self._head_view[PREFIX_BYTES : PREFIX_BYTES + prefix.body]
         body = decode_body(prefix, data, limits, where)
+        incoming = Incoming(prefix.kind, prefix.sequence, body, None)
         if prefix.kind is Kind.GOODBYE:
+            with self._lock:
+                self._goodbye = incoming
+                self._defer_goodbye()
             return None
         parsed = None
         if prefix.kind in (Kind.OBJECT, Kind.TENSOR_DICT):
             parsed = parse(body.value, len(body.tensors), limits, where)
         elif prefix.kind is Kind.TENSOR and len(body.tensors) != 1:
             raise protocol_error(where, "a tensor message must carry one tensor")
-        if self._context.device is None and Placement.DEVICE in body.placements:
+        incoming.parsed = parsed
+        if self._context.device is None and incoming.on_device:
             raise protocol_error(where, "the message has device payload, this rank has no device")
-        incoming = Incoming(prefix.kind, prefix.sequence, body, parsed)
+        if Placement.RESERVED in body.placements:
+            if self._reserved not in (0, body.at_most):
+                raise protocol_error(
+                    where, f"{body.at_most} bytes are declared, and were {self._reserved} before"
+                )
+            self._reserved = body.at_most
         self._unpack_inline(incoming, PREFIX_BYTES + prefix.body)
         return incoming
 
@@ -512,11 +593,17 @@ class RecvLane:
     def _defer(self, claim: Claim | None, incoming: Incoming) -> bool:
         """Leave a message with device payload to `advance`.  Called under the lock."""
         device = self._context.device
-        if device is None or not incoming.placed(Placement.DEVICE):
+        if device is None or not incoming.on_device:
             return False
         self._deferred.append((claim, incoming))
         device.postpone(self)
         return True
+
+    def _defer_goodbye(self) -> None:
+        """Leave what ends a receive posted ahead to `advance`, behind every message before it."""
+        if self._goodbye is not None and not any(i.on_device for i in self._arrived):
+            self._defer(None, self._goodbye)
+            self._goodbye = None
 
     def _refused(self, claim: Claim, incoming: Incoming) -> bool:
         operation = claim.operation
@@ -552,6 +639,9 @@ class RecvLane:
     def _receive_on(self, device: DeviceSide, claim: Claim | None, incoming: Incoming) -> None:
         if claim is not None and self._refused(claim, incoming):
             claim = None
+        if incoming.placed(Placement.RESERVED):
+            self._receive_at_most(device, claim, incoming)
+            return
         lane = device.lane(self.key, self._device_failed)
         buffers = []
         for index in incoming.placed(Placement.DEVICE):
@@ -570,6 +660,26 @@ class RecvLane:
             operation = claim.operation
             operation.received = buffers
             lane.receive(operation, buffers, lambda: self._build(claim, incoming))
+
+    def _receive_at_most(self, device: DeviceSide, claim: Claim | None, incoming: Incoming) -> None:
+        """As `_receive_on`, for a reserved message: its receive may be posted already."""
+        buffer, self._ahead = self._ahead, None
+        body = incoming.body
+        if incoming.kind is Kind.GOODBYE:
+            self._reserved = 0
+        if buffer is None:
+            with torch.inference_mode(False):
+                buffer = device.device.empty((body.at_most,), torch.uint8)
+            self._receive_reserved(device, "receive of a declared size", buffer)
+        if claim is None:
+            return
+        meta = body.tensors[0]
+        with torch.inference_mode(False):
+            part = buffer[: meta.nbytes].view(DTYPES[meta.dtype])
+            incoming.tensors[0] = part.view(meta.shape)
+        claim.operation.received = [buffer]
+        lane = device.lane(reserved_key(self.key), self._device_failed)
+        lane.receive(claim.operation, (), lambda: self._build(claim, incoming))
 
     def _device_failed(self, error: Exception) -> None:
         self._context.peer_failed(self.key.peer, error)
@@ -638,14 +748,20 @@ class RecvLane:
 
     def _discard_arrived(self) -> None:
         """Throw away what arrived, from the first message with payload on a device on."""
-        first = next((n for n, i in enumerate(self._arrived) if i.placed(Placement.DEVICE)), None)
+        first = next((n for n, i in enumerate(self._arrived) if i.on_device), None)
         if first is not None:
             while len(self._arrived) > first:
                 self._defer(None, self._arrived[first])
                 del self._arrived[first]
+        self._defer_goodbye()
 
     def abandon(self, error: BaseException) -> None:
         self._break(_driver_died(self.name, error))
+
+
+def reserved_key(key: LaneKey) -> LaneKey:
+    """The device lane of the reserved payloads of lane `key`."""
+    return key._replace(tag=key.tag + RESERVED)
 
 
 def _driver_died(name: str, error: BaseException) -> CommError:

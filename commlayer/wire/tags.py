@@ -15,6 +15,9 @@ SLICES = "slices"
 CONTROL_LANE = ("control", "control")
 """Channel and tag of the library's own messages."""
 
+RESERVED = ".reserved"
+"""Follows the tag of a lane in the name of its device lane for messages of one declared size."""
+
 _RESERVED = (OBJECTS, BROADCAST, CONTROL_LANE[1], SLICES)
 _CHANNEL_BITS = 18
 _NUMBER = re.compile("0|[1-9][0-9]{0,4}")

@@ -86,6 +86,54 @@ def test_width_and_dtype_may_change_per_step(ranks: Ranks) -> None:
     ranks.run(widths, 2)
 
 
+def declared() -> None:
+    """A declared size is a bound on the host: kept by the source, compared by the others."""
+
+    def body(comm: Communicator, source: bool) -> None:
+        tokens = DeferredBroadcast(comm, SOURCE, at_most=32)
+        assert tokens.overlaps
+        for step, tensor in enumerate([torch.arange(3), torch.empty(0, 4), torch.arange(4)]):
+            tokens.post(step, tensor if source else None)
+            assert torch.equal(tokens.take(20), tensor)
+        tokens.skip(3)
+        if source:
+            refused(
+                ErrorKind.CONFIG, lambda: tokens.post(4, torch.arange(5)),
+                "the tensor has 40 bytes, at_most = 32",
+            )  # fmt: skip
+        tokens.post(4, torch.arange(2) if source else None)
+        assert tokens.take(20).tolist() == [0, 1]
+
+        plain = DeferredBroadcast(comm, SOURCE, at_most=None if source else 32)
+        plain.post(0, torch.arange(2) if source else None)
+        if not source:
+            refused(
+                ErrorKind.PROTOCOL, lambda: plain.take(20),
+                "tokens of step 0", "the peer declared no size, this rank at_most = 32",
+            )  # fmt: skip
+        refused(
+            ErrorKind.CONFIG, lambda: comm.broadcast(torch.zeros(1), SOURCE, at_most=64),
+            "at_most = 64 differs from the 32",
+        )  # fmt: skip
+        other = comm.channel("fold")
+        handle = other.broadcast(
+            torch.zeros(2) if source else None, SOURCE, True, at_most=8 + source
+        )
+        if not source:
+            refused(
+                ErrorKind.PROTOCOL, lambda: handle.result(20),
+                "the peer declared at_most = 9, this rank at_most = 8",
+            )  # fmt: skip
+        with pytest.raises(ValueError, match="at_most is a positive number of bytes"):
+            comm.broadcast(torch.zeros(1), SOURCE, at_most=0)
+
+    run(body)
+
+
+def test_a_declared_size_is_a_bound(ranks: Ranks) -> None:
+    ranks.run(declared, 2)
+
+
 def life() -> None:
     """C4: what is not allowed is refused, the same on every rank, and costs nothing else."""
 

@@ -163,8 +163,8 @@ def test_a_malformed_prefix_is_refused(changed: dict[str, Any], cause: str) -> N
 def body(*tensors: Any, placements: bytes | None = None, **changed: Any) -> bytes:
     if placements is None:
         placements = bytes([Placement.MESSAGE] * len(tensors))
-    fields = {"tensors": tensors, "placements": placements, "step": -1, "value": b""} | changed
-    return msgspec.msgpack.encode(tuple(fields.values()))
+    fields = {"tensors": tensors, "placements": placements, "step": -1, "value": b"", "at_most": -1}
+    return msgspec.msgpack.encode(tuple((fields | changed).values()))
 
 
 def meta(dtype: Any = "float32", shape: Any = (3,), device: Any = "cpu") -> Any:
@@ -175,13 +175,16 @@ BAD_BODIES = {
     "nothing": b"",
     "garbage": b"\xc1garbage",
     "not an array": msgspec.msgpack.encode({"tensors": []}),
-    "too many fields": msgspec.msgpack.encode(((), b"", -1, b"", 1)),
+    "too many fields": msgspec.msgpack.encode(((), b"", -1, b"", -1, 1)),
     "trailing bytes": body() + b"\x00",
     "wrong type of step": body(step="0"),
     "step beyond 64 bits": body(step=1.5),
     "placements missing": body(meta(), placements=b""),
     "placements in excess": body(placements=b"\x02"),
-    "unknown placement": body(meta(), placements=b"\x04"),
+    "unknown placement": body(meta(), placements=b"\x05"),
+    "reserved without a size": body(meta(), placements=b"\x04"),
+    "reserved for two": body(meta(), meta(), placements=b"\x04\x04", at_most=64),
+    "reserved terabyte": body(meta(), placements=b"\x04", at_most=2**40),
     "empty tensor with payload": body(meta(shape=(0,)), placements=b"\x02"),
     "tensor without its payload": body(meta(), placements=b"\x00"),
     "inline without bytes": body(meta(), placements=b"\x01"),
