@@ -1,7 +1,7 @@
 # Every target makes its own virtual environment on first use.
 VENV ?= .venv
 PYTHON ?= python3
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | \
 	    while IFS="$$(printf '\t')" read -r target text; do printf '  make %-8s %s\n' "$$target" "$$text"; done
 
-test: $(VENV)/.development  ## Run the tests (PYTEST_ARGS="-k name")
+test: $(VENV)/.development  ## Run the tests (PYTEST_ARGS="-n 2 -k name")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-sim: $(VENV)/.development  ## Explore every simulated scenario longer (SIM_BUDGET=2000)

@@ -30,7 +30,7 @@ from torch import Tensor
 from commlayer.errors import CommError, ErrorKind
 from commlayer.wire.tensors import Limits, TensorMeta, as_bytes, meta_of
 
-WIRE_VERSION = 2
+WIRE_VERSION = 1
 _MAGIC = b"CML"
 _PREFIX = struct.Struct("<3sBBBxxQIIIxxxx")
 PREFIX_BYTES = _PREFIX.size
