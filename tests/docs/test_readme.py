@@ -34,8 +34,10 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
     )
     assert run.returncode == 0, run.stderr
-    seen = sorted(re.findall(r"\d \d \(\d, 1\)", run.stdout))
-    assert seen == [f"{rank} {step} ({step + 1}, 1)" for rank in range(2) for step in range(3)]
+    seen = sorted(re.findall(r"rank \d, step \d: \[\d, 1\]", run.stdout))
+    assert seen == [
+        f"rank {rank}, step {step}: [{step + 1}, 1]" for rank in range(2) for step in range(3)
+    ], run.stdout
 
 
 @pytest.mark.parametrize("target", re.findall(r"^make (\w[\w-]*)", README, flags=re.MULTILINE))
