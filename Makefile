@@ -12,7 +12,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 EDITABLE_PLUGINS := $(PLUGINS:%=-e %)
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-sim test-gpu certificates lint format demo clean
+.PHONY: help test test-sim test-mutants test-gpu certificates lint format demo clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -23,6 +23,9 @@ test: $(VENV)/.development  ## Run the tests (PYTEST_ARGS="-n 2 -k name")
 
 test-sim: $(VENV)/.development  ## Explore every simulated scenario longer (SIM_BUDGET=2000)
 	SIM_BUDGET=$(or $(SIM_BUDGET),2000) $(BIN)/python -m pytest --timeout 3600 tests/sim $(PYTEST_ARGS)
+
+test-mutants: $(VENV)/.development  ## Run every mutant backend, and the honest ones under every rule
+	MUTANTS=all $(BIN)/python -m pytest tests/conformance/test_kill_matrix.py $(PYTEST_ARGS)
 
 # A PYTHON that sees a GPU is used as it is: such a machine may have no package index.
 test-gpu:  ## Test streams on one GPU; on the simulated device where there is none
