@@ -3,8 +3,8 @@
 ::
 
     [channels]              # what each channel's transport declares, by name; or "*" for all
-    data = "hccl"
-    headers = { p2p = { post_may_block = false, order = "per_tag" }, tags = true }
+    data = "NAME"
+    headers = { p2p = { post_may_block = "never", order = "per_tag" }, tags = true }
 
     [[ranks]]
     calls = [
