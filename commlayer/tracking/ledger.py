@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -16,6 +16,31 @@ from commlayer.tracking.retention import DeviceHold
 from commlayer.tracking.runtime import Event, Runtime
 
 logger = logging.getLogger("commlayer")
+
+
+class Observer(Protocol):
+    """Is told what becomes of operations.
+
+    Called on whatever thread it happens, `released` and `posted` under the ledger's lock: it
+    must be quick, must not raise, and must not call back into the ledger.
+    """
+
+    def posted(self, operation: Operation) -> None:
+        """It was entered; its native operations follow."""
+        ...
+
+    def matched(self, operation: Operation) -> None:
+        """A receive whose header is here: `sequence` is known, payload may still be on its way."""
+        ...
+
+    def settled(self, operation: Operation) -> None:
+        """It is over, well or not: `error` says."""
+        ...
+
+    def released(self, operation: Operation) -> None:
+        """Its buffers were let go of."""
+        ...
+
 
 Block = Callable[[Event, "float | None"], bool]
 """Waits for an event while whatever drives the lanes goes on; False when the time is up."""
@@ -91,6 +116,8 @@ class Ledger:
         self._peak_bytes = 0
         self._released = runtime.event()
         self._waiters = 0
+        self.observer: Observer | None = None
+        """Told of every operation; set before the first is entered."""
 
     def admit(self, operation: Operation, *, exempt: bool = False) -> None:
         """Enter `operation`, waiting for room if it is a send and the bound is reached.
@@ -117,6 +144,8 @@ class Ledger:
                 self._peak_sends = max(self._peak_sends, self._sends)
                 self._peak_bytes = max(self._peak_bytes, self._bytes)
             lane.append(operation)
+            if self.observer is not None:
+                self.observer.posted(operation)
             return True
 
     def _has_room(self, nbytes: int) -> bool:
@@ -218,6 +247,8 @@ class Ledger:
         event = operation.event
         if event is not None:
             event.set()
+        if self.observer is not None:
+            self.observer.settled(operation)
         if operation.notify is not None:
             operation.notify()
         return True
@@ -276,6 +307,13 @@ class Ledger:
         if operation.lane.direction == "send":
             self._sends -= 1
             self._bytes -= operation.nbytes
+        if self.observer is not None:
+            self.observer.released(operation)
+
+    def matched(self, operation: Operation) -> None:
+        """Note that the header of a receive is here."""
+        if self.observer is not None:
+            self.observer.matched(operation)
 
     def _notify(self) -> None:
         if self._waiters:

@@ -610,6 +610,7 @@ class RecvLane:
         if operation.settled:
             return True
         operation.sequence = incoming.sequence
+        self._context.ledger.matched(operation)
         error = claim.refusal(incoming)
         if error is not None:
             self._context.ledger.fail(operation, error)
