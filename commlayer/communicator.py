@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from commlayer.handle import (
     StreamHandle,
     checked_timeout,
 )
+from commlayer.observe.observation import Observation
+from commlayer.observe.report import Report
 from commlayer.receive import MessageClaim
 from commlayer.semantics import Capture, Semantics
 from commlayer.slices import Exchange, GatherHandle, WholeDictClaim, check_replicated, sliced
@@ -28,7 +32,8 @@ from commlayer.tracking.lifetime import Fingerprint
 from commlayer.tracking.operation import LaneKey, Operation, calling_site
 from commlayer.tracking.retention import DeviceHold, RetentionPolicy
 from commlayer.wire.connection import Connection
-from commlayer.wire.frame import Kind, Outgoing
+from commlayer.wire.frame import Kind, Placement
+from commlayer.wire.outgoing import Layout, Layouts, Outgoing
 from commlayer.wire.tags import BROADCAST, MAX_TAG, OBJECTS, SLICES
 from commlayer.wire.tensors import DTYPES, Limits, as_bytes, overlaps, sendable
 from commlayer.wire.values import pack
@@ -58,7 +63,9 @@ class Session:
         self.limits = Limits.from_config(config)
         self.release = release
         self.channels: dict[str, Communicator] = {}
+        self.observation: Observation
         device = connection.device
+        self.layouts = Layouts(config.inline_bytes, None if device is None else device.device.holds)
         self.tracker = Tracker(connection.runtime, connection.ledger, device, semantics)
         self.side_streams = SideStreams(
             None if device is None else device.device,
@@ -74,8 +81,15 @@ class Session:
         limit = checked_timeout(timeout)
         limit = self.config.close_timeout if limit is None else limit
         deadline = self.connection.runtime.now() + limit
-        if self.connection.close(limit) and self.tracker.join(deadline):
-            self.release()
+        try:
+            if self.connection.close(limit) and self.tracker.join(deadline):
+                self.release()
+        finally:
+            self.observation.close()
+
+    def steps(self) -> dict[str, int]:
+        """How many broadcasts each channel has had."""
+        return {name: channel._step for name, channel in self.channels.items()}
 
 
 class Communicator:
@@ -166,8 +180,8 @@ class Communicator:
         messages of different tags do not wait for each other.
         """
         operation = self._operation("isend", dst, "send", self._tag(tag))
-        tensors = self._retained([sendable(tensor, operation.describe())])
-        return self._send(operation, Kind.TENSOR, tensors, b"")
+        tensors = [sendable(tensor, operation)]
+        return self._send(operation, self._encode(operation, Kind.TENSOR, tensors, b""))
 
     def irecv(self, tensor: Tensor | None, src: int, tag: int = 0) -> Handle:
         """Post a receive from rank `src` into `tensor`; ``result()`` returns it.
@@ -238,7 +252,7 @@ class Communicator:
             if self.config.check_slices:
                 key = group._exchange.key(self._exchange_kind("check"))
                 check_replicated(whole, value, group, key, where, self.config.full_timeout)
-        return self._send_value(operation, Kind.TENSOR_DICT, value)
+        return self._send(operation, self._encode_value(operation, Kind.TENSOR_DICT, value))
 
     def irecv_tensor_dict(
         self,
@@ -323,12 +337,13 @@ class Communicator:
                 self._check_target(tensor, operation)
             return tensor
 
-        def contents(operation: Operation) -> tuple[bytes, list[Tensor]]:
+        def contents(operation: Operation, step: int, size: int) -> Outgoing:
             if tensor is None:
                 raise CommError(
                     ErrorKind.CONFIG, operation.describe(), "rank src has no tensor", "Pass one"
                 )
-            return b"", [sendable(tensor, operation.describe())]
+            tensors = [sendable(tensor, operation)]
+            return self._encode(operation, Kind.TENSOR, tensors, b"", step, size)
 
         return self._broadcast(
             "broadcast", Kind.TENSOR, src, tensor, contents, target, async_op, at_most
@@ -340,8 +355,8 @@ class Communicator:
         Returns the value, or with `async_op` a handle whose ``result()`` is the value.
         """
 
-        def contents(operation: Operation) -> tuple[bytes, list[Tensor]]:
-            return pack(obj, self._session.limits, operation.describe())
+        def contents(operation: Operation, step: int, size: int) -> Outgoing:
+            return self._encode_value(operation, Kind.OBJECT, obj, step, size)
 
         return self._broadcast(
             "broadcast_object", Kind.OBJECT, src, obj, contents, _no_target, async_op
@@ -361,9 +376,9 @@ class Communicator:
         `at_most` is as for `broadcast`; a dict with it has exactly one tensor.
         """
 
-        def contents(operation: Operation) -> tuple[bytes, list[Tensor]]:
+        def contents(operation: Operation, step: int, size: int) -> Outgoing:
             checked = _checked_dict(tensor_dict, operation)
-            return pack(checked, self._session.limits, operation.describe())
+            return self._encode_value(operation, Kind.TENSOR_DICT, checked, step, size)
 
         return self._broadcast(
             "broadcast_tensor_dict",
@@ -422,6 +437,32 @@ class Communicator:
         where = self._channel, self.rank
         return self._session.tracker.track(work_or_event, retain, where, site)
 
+    # When it is stuck
+
+    def report(self, timeout: float = 5.0) -> Report:
+        """Ask every rank what it waits for, and say who waits for whom, since when and why.
+
+        Waits at most `timeout` seconds; ranks that did not answer are named.  Other
+        ranks need not call it: their libraries answer on their own, on a transport
+        that moves only inside calls with the next call.  Print it for people.
+        """
+        limit = checked_timeout(timeout)
+        return self._session.observation.report(5.0 if limit is None else limit)
+
+    @property
+    def last_report(self) -> Report | None:
+        """The last report that was logged because something did not move."""
+        return self._session.observation.last_report
+
+    def dump(self, folder: str | os.PathLike[str] | None = None) -> Path:
+        """Write what the flight recorder remembers into `folder` (default: ``trace_dir``).
+
+        Returns the file.  When every rank has done so, ``commlayer trace FOLDER`` joins
+        them.  Raises `CommError` (CONFIG) where nothing is recorded and where the
+        folder cannot be written.
+        """
+        return self._session.observation.dump(folder)
+
     # Endings
 
     def drain(self, timeout: float | None = None) -> None:
@@ -433,6 +474,7 @@ class Communicator:
         limit = checked_timeout(timeout)
         now = self._connection.runtime.now
         deadline = None if limit is None else now() + limit
+        self.ledger.attend_all()
         for operation in self.ledger.pending_sends():
             remaining = None if deadline is None else max(0.0, deadline - now())
             if not self.ledger.wait(operation, remaining):
@@ -516,9 +558,6 @@ class Communicator:
             device.advance()
         return operation
 
-    def _retained(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self._session.retention.retain(tensors)
-
     def _check_target(self, tensor: Tensor, operation: Operation) -> None:
         cause = ""
         if not isinstance(tensor, Tensor):
@@ -589,15 +628,28 @@ class Communicator:
 
     def _send_object(self, kind: str, obj: Any, dst: int, tag: str) -> Handle:
         operation = self._operation(kind, dst, "send", tag)
-        return self._send_value(operation, Kind.OBJECT, obj)
+        return self._send(operation, self._encode_value(operation, Kind.OBJECT, obj))
 
     def _receive_object(self, kind: str, src: int, tag: str) -> Handle:
         operation = self._operation(kind, src, "recv", tag)
         return self._receive(operation, MessageClaim(operation, Kind.OBJECT))
 
-    def _send_value(self, operation: Operation, kind: Kind, value: Any) -> Handle:
-        packed, tensors = pack(value, self._session.limits, operation.describe())
-        return self._send(operation, kind, self._retained(tensors), packed)
+    def _encode_value(
+        self, operation: Operation, kind: Kind, value: Any, step: int = -1, at_most: int = -1
+    ) -> Outgoing:
+        """The message of a value; an equal dict of tensors is not packed a second time."""
+        layouts = self._session.layouts
+        key = None
+        if kind is Kind.TENSOR_DICT and at_most < 0:
+            plain, known, key = layouts.flat(value)
+            if known is not None:
+                layout, placements, packed = known
+                return self._message(layout, placements, plain, packed, step)
+        packed, tensors = pack(value, self._session.limits, operation)
+        outgoing = self._encode(operation, kind, tensors, packed, step, at_most)
+        if key is not None:
+            layouts.learn(key, outgoing.layout, outgoing.placements, packed)
+        return outgoing
 
     def _encode(
         self,
@@ -608,43 +660,57 @@ class Communicator:
         step: int = -1,
         at_most: int = -1,
     ) -> Outgoing:
+        """The message of `tensors`, which are `sendable`, and a packed value."""
         self._check_devices(tensors, operation)
-        device = self._connection.device
-        outgoing = Outgoing(
-            kind,
-            tensors,
-            packed,
-            self._session.config.inline_bytes,
-            step,
-            None if device is None else device.device.holds,
-            at_most,
-            None if device is None or at_most < 0 else [self._padded(tensors[0], at_most)],
-        )
+        if at_most >= 0:
+            self._check_size(tensors, at_most, operation)
         limits = self._session.limits
-        if outgoing.header_bytes > limits.max_header_bytes:
-            raise CommError(
-                ErrorKind.UNSUPPORTED,
-                operation.describe(),
-                f"a header of {outgoing.header_bytes} bytes exceeds max_header_bytes = "
-                f"{limits.max_header_bytes}",
-                "Send fewer tensors at once, or raise the limit on all ranks",
-            )
         if max(sum(tensor.nbytes for tensor in tensors), at_most) > limits.max_message_bytes:
             raise CommError(
                 ErrorKind.UNSUPPORTED,
                 operation.describe(),
-                f"{outgoing.nbytes} bytes exceed max_message_bytes = {limits.max_message_bytes}",
+                f"{sum(tensor.nbytes for tensor in tensors)} bytes exceed max_message_bytes = "
+                f"{limits.max_message_bytes}",
                 "Send less at once, or raise the limit on all ranks",
             )
-        return outgoing
+        reserved = at_most >= 0 and self._connection.device is not None
+        layout, placements = self._session.layouts.place(kind, tensors, at_most, reserved)
+        header_bytes = layout.header_bytes + len(packed)
+        if header_bytes > limits.max_header_bytes:
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                operation.describe(),
+                f"a header of {header_bytes} bytes exceeds max_header_bytes = "
+                f"{limits.max_header_bytes}",
+                "Send fewer tensors at once, or raise the limit on all ranks",
+            )
+        return self._message(layout, placements, tensors, packed, step)
 
-    def _send(
-        self, operation: Operation, kind: Kind, tensors: Sequence[Tensor], packed: bytes
-    ) -> Handle:
+    def _message(
+        self,
+        layout: Layout,
+        placements: bytes,
+        tensors: Sequence[Tensor],
+        packed: bytes,
+        step: int,
+    ) -> Outgoing:
+        """Leave what is not copied into the header to the retention policy."""
+        apart = [t for t, place in zip(tensors, placements, strict=True) if place > 1]
+        if apart:
+            kept = iter(self._session.retention.retain(apart))
+            tensors = [
+                next(kept) if place > 1 else tensor
+                for tensor, place in zip(tensors, placements, strict=True)
+            ]
+        reserved = None
+        if placements and placements[0] == Placement.RESERVED:
+            reserved = self._padded(tensors[0], layout.at_most)
+        return Outgoing(layout, placements, tensors, packed, step, reserved)
+
+    def _send(self, operation: Operation, outgoing: Outgoing) -> Handle:
         lane = self._connection.send_lane(
             operation.lane.channel, operation.lane.peer, operation.lane.tag
         )
-        outgoing = self._encode(operation, kind, tensors, packed)
         self._admit(operation, outgoing)
         try:
             lane.post(operation, outgoing)
@@ -691,7 +757,7 @@ class Communicator:
         kind: Kind,
         src: int,
         value: Any,
-        contents: Callable[[Operation], tuple[bytes, list[Tensor]]],
+        contents: Callable[[Operation, int, int], Outgoing],
         target: Callable[[Operation], Tensor | None],
         async_op: bool,
         at_most: int | None = None,
@@ -704,22 +770,21 @@ class Communicator:
         now = self._connection.runtime.now
         handle: Handle
         if self.world_size == 1:
-            contents(self._make(name, LaneKey(channel, src, "send", BROADCAST)))
+            contents(self._make(name, LaneKey(channel, src, "send", BROADCAST)), 0, size)
             handle = CompositeHandle((), now, lambda: value)
         elif src == self.rank:
             operations = [
                 self._make(name, LaneKey(channel, peer, "send", BROADCAST))
                 for peer in self._connection.peers
             ]
-            packed, tensors = contents(operations[0])
-            if at_most is not None:
-                self._check_size(tensors, size, operations[0])
-            sends = self._fan_out(operations, kind, self._retained(tensors), packed, size)
+            owner = self._session.channels[channel]
+            sends = self._fan_out(operations, contents(operations[0], owner._step, size))
             handle = CompositeHandle(sends, now, lambda: value)
         else:
             operation = self._make(name, LaneKey(channel, src, "recv", BROADCAST))
             into = target(operation)
             owner = self._session.channels[channel]
+            operation.step = owner._step
             handle = self._receive(operation, self._claim(operation, kind, owner._step, into, size))
             owner._step += 1
         return handle if async_op else handle.result()
@@ -769,20 +834,13 @@ class Communicator:
             device.device.copy(padded[: data.numel()], data)
         return padded
 
-    def _fan_out(
-        self,
-        operations: Sequence[Operation],
-        kind: Kind,
-        tensors: Sequence[Tensor],
-        packed: bytes,
-        at_most: int,
-    ) -> list[Handle]:
+    def _fan_out(self, operations: Sequence[Operation], outgoing: Outgoing) -> list[Handle]:
         """Post one message to every peer; a peer that is lost fails its own handle only."""
         owner = self._session.channels[self._broadcast_channel]
-        outgoing = self._encode(operations[0], kind, tensors, packed, owner._step, at_most)
         admitted: list[Operation] = []
         try:
             for operation in operations:
+                operation.step = owner._step
                 self._admit(operation, outgoing)
                 admitted.append(operation)
         except CommError:

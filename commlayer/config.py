@@ -50,6 +50,23 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         float,
         _key("Limit of `close()` without one, and at interpreter exit.", "seconds", ge=0, le=1e9),
     ] = 10.0
+    peer_timeout: Annotated[
+        float,
+        _key(
+            "A peer that cannot be reached for this long is reported lost; a dead one at once. "
+            "At least 2; 0 turns the liveness connections off.",
+            "seconds",
+            ge=0,
+            le=1e6,
+        ),
+    ] = 5.0
+    bind_address: Annotated[
+        str,
+        _key(
+            "Address or name of this host at which its liveness listener binds; empty: the one "
+            "by which ranks reach the store."
+        ),
+    ] = ""
     max_inflight_ops: Annotated[int, _key("Bound on sends in flight.", "operations", ge=1)] = 4096
     max_inflight_bytes: Annotated[
         int, _key("Bound on bytes of sends in flight.", "bytes", ge=1)
@@ -91,6 +108,27 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Literal["auto", "waiter", "polling"],
         _key("How completion is noticed; `auto` chooses from the backend's facts."),
     ] = "auto"
+    wait_mode: Annotated[
+        Literal["safe", "direct"],
+        _key(
+            "`direct`: on host transports a wait without limit enters the native wait itself, "
+            "which saves a hop between threads; it cannot be interrupted then, nor told of a lost "
+            "peer."
+        ),
+    ] = "safe"
+    headers_ahead: Annotated[
+        int,
+        _key("Header receives that a lane keeps posted, where the transport allows.", ge=1, le=64),
+    ] = 2
+    payloads_ahead: Annotated[
+        int,
+        _key(
+            "Schemas of a lane whose payload is received ahead of its header, where the transport "
+            "allows.",
+            ge=0,
+            le=6,
+        ),
+    ] = 6
     inline_bytes: Annotated[
         int,
         _key(
@@ -133,6 +171,39 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             "raises LIFETIME with the posting line."
         ),
     ] = False
+    stall_timeout: Annotated[
+        float,
+        _key(
+            "An operation that is so old has every rank report who waits for whom; 0 is off.",
+            "seconds",
+            ge=0,
+            le=1e9,
+        ),
+    ] = 60.0
+    report_signal: Annotated[
+        str,
+        _key("Signal, such as `SIGUSR1`, on which a report is logged; empty for none."),
+    ] = ""
+    recorder_size: Annotated[
+        int,
+        _key(
+            "Operations that the flight recorder keeps; 0 is off, or 4096 where `trace_dir` is "
+            "set.",
+            "operations",
+            ge=0,
+            le=1 << 24,
+        ),
+    ] = 0
+    trace_dir: Annotated[
+        str,
+        _key(
+            "Folder into which the flight recorder writes on an error, on a stall and at close, "
+            "for `commlayer trace`; empty for none."
+        ),
+    ] = ""
+    metrics: Annotated[bool, _key("Keep figures in the default registry of prometheus-client.")] = (
+        False
+    )
     check_slices: Annotated[
         bool,
         _key(
@@ -154,6 +225,10 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 raise ValueError(f"{field.name}: {error}") from None
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{field.name} must be finite")
+        if 0 < self.peer_timeout < 2:
+            raise ValueError(
+                "peer_timeout must be at least 2, or 0 for off: keepalive counts whole seconds"
+            )
         if len(set(self.channels)) != len(self.channels):
             raise ValueError("channels must be named once each")
         if any(not channel or channel.strip() != channel for channel in self.channels):
@@ -237,8 +312,8 @@ def _from_file(path: object) -> dict[str, Any]:
     return _checked(settings, source)
 
 
-RESERVED_ENVIRONMENT = frozenset({"CONFIG"})
-"""Variables with the prefix that are not keys."""
+RESERVED_ENVIRONMENT = frozenset({"CONFIG", "VLLM"})
+"""Variables with the prefix that are not keys: the file, and what enables commlayer-vllm."""
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

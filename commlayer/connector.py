@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -12,21 +13,24 @@ from commlayer.backend import Endpoint, Transport, World
 from commlayer.communicator import Communicator, Session
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
+from commlayer.liveness.meeting import Meeting
+from commlayer.observe.observation import Observation
 from commlayer.registry import LoadedBackend, Registry, default_registry
 from commlayer.rendezvous import Hello, agree, world_of_group, world_of_job
 from commlayer.semantics import Order, Poll, PostMayBlock, Semantics, Threads, WaitBlocks
 from commlayer.streams.backend import StreamBackend
 from commlayer.streams.side import DeviceSide
+from commlayer.tracking.engines import choose_progress
 from commlayer.tracking.ledger import Bounds, Ledger
 from commlayer.tracking.operation import Operation
 from commlayer.tracking.policies import check_sound
-from commlayer.tracking.progress import choose_progress
 from commlayer.tracking.reaping import ReapingPolicy, reaping_policy
 from commlayer.tracking.retention import RetentionPolicy, retention_policy
 from commlayer.tracking.runtime import Event, Runtime, ThreadRuntime
 from commlayer.tracking.serialized import SerializedEndpoint
 from commlayer.wire.connection import Connection
 from commlayer.wire.frame import WIRE_VERSION
+from commlayer.wire.lane_context import Ahead
 from commlayer.wire.tags import TagMap
 from commlayer.wire.tensors import Limits
 
@@ -107,8 +111,11 @@ def connect_world(
     )
     check_sound(retention, semantics, backend.name)
     check_sound(reaping, semantics, backend.name)
-    progress = choose_progress(config.progress, host.semantics, runtime, host.name)
+    direct = config.wait_mode == "direct" and host is backend
+    progress = choose_progress(config.progress, host.semantics, runtime, host.name, direct=direct)
     tags = TagMap(config.channels)
+    serial = _serial(host.semantics)
+    ahead = Ahead(1, 0) if serial else Ahead(config.headers_ahead, config.payloads_ahead)
     machine, pid = Hello.whereabouts()
     hello = Hello(
         wire_version=WIRE_VERSION,
@@ -117,76 +124,100 @@ def connect_world(
         inline_bytes=config.inline_bytes,
         allow_pickle=config.allow_pickle,
         facts=semantics,
+        headers_ahead=ahead.headers,
+        payloads_ahead=ahead.slots,
         version=_version(),
         host=machine,
         pid=pid,
     )
-    agree(world, hello, runtime)
-    options = dict(config.options)
-    host_options = options if host is backend else options.pop("host", {})
-    transport = host.open(world, host_options)
-    endpoint = _endpoint(transport, host.semantics, runtime)
-    device: DeviceSide | None = None
+    meeting = None if simulated else Meeting(world, config.peer_timeout, config.bind_address)
+    with nullcontext() if meeting is None else meeting:
+        hellos = agree(world, hello, runtime)
+        links = {} if meeting is None else meeting.meet()
+        options = dict(config.options)
+        host_options = options if host is backend else options.pop("host", {})
+        transport = host.open(world, host_options)
+        endpoint = _endpoint(transport, host.semantics, runtime)
+        device: DeviceSide | None = None
 
-    def block(event: Event, timeout: float | None) -> bool:
-        return (progress if device is None else device).block(event, timeout)
+        def block(event: Event, timeout: float | None) -> bool:
+            return (progress if device is None else device).block(event, timeout)
 
-    ledger = Ledger(
-        runtime,
-        reaping,
-        Bounds(
-            config.max_inflight_ops,
-            config.max_inflight_bytes,
-            config.on_full,
-            config.full_timeout,
-        ),
-        poll=_poll if host.semantics.p2p.poll is Poll.EXACT else _unknown,
-        block=block,
-    )
-    if isinstance(backend, StreamBackend):
-        device = DeviceSide(
-            backend.open(world, options),
-            semantics,
+        ledger = Ledger(
             runtime,
-            ledger,
-            progress.block,
+            reaping,
+            Bounds(
+                config.max_inflight_ops,
+                config.max_inflight_bytes,
+                config.on_full,
+                config.full_timeout,
+            ),
+            poll=_poll if host.semantics.p2p.poll is Poll.EXACT else _unknown,
+            block=block,
+            drive=progress.drive,
+            attend=progress.attend,
         )
-    connection = Connection(
-        rank=world.rank,
-        size=world.size,
-        endpoint=endpoint,
-        tags=tags,
-        runtime=runtime,
-        ledger=ledger,
-        progress=progress,
-        limits=Limits.from_config(config),
-        inline_bytes=config.inline_bytes,
-        unclaimed=config.unclaimed_messages,
-        serial=_serial(host.semantics),
-        device=device,
-    )
+        if isinstance(backend, StreamBackend):
+            device = DeviceSide(
+                backend.open(world, options),
+                semantics,
+                runtime,
+                ledger,
+                progress.block,
+            )
+        connection = Connection(
+            rank=world.rank,
+            size=world.size,
+            endpoint=endpoint,
+            tags=tags,
+            runtime=runtime,
+            ledger=ledger,
+            progress=progress,
+            limits=Limits.from_config(config),
+            inline_bytes=config.inline_bytes,
+            unclaimed=config.unclaimed_messages,
+            serial=serial,
+            ahead=ahead,
+            peers_ahead={
+                rank: Ahead(hello.headers_ahead, hello.payloads_ahead)
+                for rank, hello in hellos.items()
+            },
+            device=device,
+            links=links,
+            peer_timeout=config.peer_timeout,
+        )
 
-    def release() -> None:
-        if device is not None:
-            device.close()
-        endpoint.close()
-        transport.close()
-        shutdown.unwatch(session)
+        def release() -> None:
+            if device is not None:
+                device.close()
+            endpoint.close()
+            transport.close()
+            shutdown.unwatch(session)
 
-    session = Session(
-        connection=connection,
-        backend=backend.name,
-        semantics=semantics,
-        host_devices=host.semantics.devices,
-        config=config,
-        retention=retention,
-        release=release,
-    )
-    session.channels = {name: Communicator(session, name) for name in tags.channels}
-    connection.open()
-    if not simulated:
-        shutdown.watch(session, (transport, endpoint, device))
-    return session.channels["data"]
+        session = Session(
+            connection=connection,
+            backend=backend.name,
+            semantics=semantics,
+            host_devices=host.semantics.devices,
+            config=config,
+            retention=retention,
+            release=release,
+        )
+        session.channels = {name: Communicator(session, name) for name in tags.channels}
+        listeners = hooks.commlayer_event.get_hookimpls()
+        session.observation = Observation(
+            connection,
+            config,
+            backend=backend.name,
+            steps=session.steps,
+            emit=hooks.commlayer_event if listeners else None,
+            monitored=not simulated,
+        )
+        connection.open()
+        session.observation.start()
+        if not simulated:
+            shutdown.watch(session, (transport, endpoint, device))
+        return session.channels["data"]
 
 
 def _host(loaded: LoadedBackend, registry: Registry) -> LoadedBackend:

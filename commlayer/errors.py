@@ -28,20 +28,89 @@ class ErrorKind(str, Enum):
     """A buffer was overwritten or freed while an operation still used it."""
 
 
+class Subject(str):
+    """The words for an operation, with what they are made of."""
+
+    __slots__ = ("call", "channel", "nbytes", "peer", "sequence", "tag")
+
+    call: str
+    peer: int
+    channel: str
+    tag: str
+    sequence: int
+    nbytes: int
+
+    @classmethod
+    def of(
+        cls, text: str, *, call: str, peer: int, channel: str, tag: str, sequence: int, nbytes: int
+    ) -> Subject:
+        """`text` that describes the operation of these values; -1 and 0 where unknown."""
+        subject = cls(text)
+        subject.call = call
+        subject.peer = peer
+        subject.channel = channel
+        subject.tag = tag
+        subject.sequence = sequence
+        subject.nbytes = nbytes
+        return subject
+
+
+def connection_with(rank: int, process: str = "") -> Subject:
+    """The words for everything that goes between this rank and `rank`, which is `process`."""
+    text = f"connection with rank {rank}" + (f" ({process})" if process else "")
+    return Subject.of(text, call="connection", peer=rank, channel="", tag="", sequence=-1, nbytes=0)
+
+
 class CommError(RuntimeError):
     """An error that names the operation, the cause and the cure.
 
     `operation` describes what was attempted (kind, peer, channel, sequence
-    number, size), `cause` what happened and `cure` what to do about it.  All
+    number, size) and is kept as text, `cause` what happened and `cure` what to do about it.  All
     three are plain text and part of ``str(error)``.
+
+    `call` (such as ``"irecv"``), `peer`, `channel`, `tag`, `sequence` and `nbytes` are
+    those of the operation, and ``None`` where an error is about no single one or
+    where it is not known yet.  `anchor` is where its kind is explained.
     """
 
-    def __init__(self, kind: ErrorKind, operation: str, cause: str, cure: str) -> None:
+    def __init__(self, kind: ErrorKind, operation: object, cause: str, cure: str) -> None:
         self.kind = kind
-        self.operation = operation
+        self.operation = operation if isinstance(operation, str) else str(operation)
         self.cause = cause
         self.cure = cure
         super().__init__(f"{operation}: {cause}. {cure}" if cure else f"{operation}: {cause}.")
+        self.__notes__ = [f"see {self.anchor}"]
+
+    @property
+    def anchor(self) -> str:
+        """The place in the documentation that explains errors of this kind."""
+        return f"docs/errors.md#{self.kind.value}"
+
+    @property
+    def call(self) -> str | None:
+        return self.operation.call if isinstance(self.operation, Subject) else None
+
+    @property
+    def peer(self) -> int | None:
+        return self.operation.peer if isinstance(self.operation, Subject) else None
+
+    @property
+    def channel(self) -> str | None:
+        return (self.operation.channel or None) if isinstance(self.operation, Subject) else None
+
+    @property
+    def tag(self) -> str | None:
+        return (self.operation.tag or None) if isinstance(self.operation, Subject) else None
+
+    @property
+    def sequence(self) -> int | None:
+        if not isinstance(self.operation, Subject) or self.operation.sequence < 0:
+            return None
+        return self.operation.sequence
+
+    @property
+    def nbytes(self) -> int | None:
+        return (self.operation.nbytes or None) if isinstance(self.operation, Subject) else None
 
     def again(self) -> CommError:
         """A fresh error of the same content, so that each raise has its own traceback."""
@@ -56,6 +125,9 @@ class CommError(RuntimeError):
 
 class CommTimeout(CommError, TimeoutError):
     """A limit expired.  Nothing has changed: the operation goes on and can be waited again."""
+
+    def __new__(cls, *arguments: object) -> CommTimeout:
+        return TimeoutError.__new__(cls)  # the one that lays out both bases
 
     def __init__(self, operation: str, cause: str, cure: str) -> None:
         super().__init__(ErrorKind.TIMEOUT, operation, cause, cure)

@@ -1,6 +1,7 @@
 """The hooks by which plugins and engines extend commlayer (pluggy, project name ``commlayer``).
 
-Hooks run while connecting and while reporting, never on the data path.
+Hooks run while connecting and while reporting; on the data path none is called but
+`commlayer_event`, and that where a plugin implements it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from commlayer import observe
     from commlayer.backend import Backend
     from commlayer.config import CommConfig
     from commlayer.conformance.rules import Rule
@@ -46,6 +48,16 @@ class Hooks:
     @hookspec(firstresult=True)
     def commlayer_configure(self, config: CommConfig) -> CommConfig | None:
         """Return a replacement for the configuration, before a backend is chosen, or ``None``."""
+
+    @hookspec
+    def commlayer_event(self, event: observe.events.Event) -> None:
+        """Be told what happens to operations, and of stall reports.
+
+        `event` is an `OperationEvent` or a `StallEvent`.  Called on any thread, for
+        every operation of every connection that was made while a plugin implements
+        it, under locks of the library's: be quick, call nothing of commlayer.
+        What it raises is logged.
+        """
 
     @hookspec
     def commlayer_conformance_rules(self, semantics: Semantics) -> list[Rule]:  # type: ignore[empty-body]

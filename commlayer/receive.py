@@ -10,7 +10,7 @@ from torch import Tensor
 from commlayer.errors import CommError, ErrorKind
 from commlayer.tracking.operation import Operation
 from commlayer.wire.frame import Kind, Placement
-from commlayer.wire.lanes import Incoming
+from commlayer.wire.recv_lane import Incoming
 from commlayer.wire.tensors import as_bytes, meta_of
 
 _CALLS = {
@@ -52,9 +52,9 @@ class MessageClaim:
         if incoming.kind is not self._kind:
             what = _CALLS.get(incoming.kind, "a message of the library's own")
             return self._mismatch(f"the peer sent {what}, this rank receives {_CALLS[self._kind]}")
-        if incoming.body.step != self._step:
+        if incoming.step != self._step:
             return self._mismatch(
-                f"the peer is at broadcast {incoming.body.step} of this channel, this rank at "
+                f"the peer is at broadcast {incoming.step} of this channel, this rank at "
                 f"{self._step}"
             )
         if incoming.body.at_most != self.at_most:

@@ -113,7 +113,7 @@ def _world(config: CommConfig, store: Any, *, rank: int, size: int, members: str
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What each rank tells the others before anything is opened.
 
-    All but `host`, `pid` and `version` must be equal on all ranks.
+    What must be equal on all ranks is in `_MUST_AGREE`.
     """
 
     wire_version: int
@@ -122,6 +122,8 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inline_bytes: int
     allow_pickle: bool
     facts: Semantics
+    headers_ahead: int
+    payloads_ahead: int
     version: str
     host: str
     pid: int
@@ -135,18 +137,19 @@ _decoder = msgspec.msgpack.Decoder(Hello)
 _MUST_AGREE = ("wire_version", "backend", "channels", "inline_bytes", "allow_pickle", "facts")
 
 
-def agree(world: World, hello: Hello, runtime: Runtime) -> None:
-    """Exchange hellos with every rank.
+def agree(world: World, hello: Hello, runtime: Runtime) -> dict[int, Hello]:
+    """Exchange hellos with every rank; returns those of all ranks.
 
     Raises `CommTimeout` naming the ranks that are absent after the connect
     timeout, and `CommError` (CONFIG) naming the first rank that differs, what
     differs, and both values.
     """
     world.store.set(f"hello/{world.rank}", msgspec.msgpack.encode(hello))
-    _await(world, [f"hello/{r}" for r in range(world.size)], runtime)
+    wait_for_all(world, [f"hello/{r}" for r in range(world.size)], runtime)
+    hellos = {}
     for rank in range(world.size):
         try:
-            other = _decoder.decode(world.store.get(f"hello/{rank}"))
+            other = hellos[rank] = _decoder.decode(world.store.get(f"hello/{rank}"))
         except msgspec.MsgspecError as error:
             raise _refusal(
                 f"rank {rank} runs a commlayer that says hello differently ({error})",
@@ -161,9 +164,14 @@ def agree(world: World, hello: Hello, runtime: Runtime) -> None:
                     f"(pid {other.pid} on {other.host}) differ in {what}",
                     "Configure and install the same on all ranks",
                 )
+    return hellos
 
 
-def _await(world: World, keys: list[str], runtime: Runtime) -> None:
+def wait_for_all(world: World, keys: list[str], runtime: Runtime) -> None:
+    """Wait until every rank has set its key of `keys`.
+
+    Raises `CommTimeout` naming the ranks that have not after the connect timeout.
+    """
     deadline = runtime.now() + world.connect_timeout
     while True:
         absent = [rank for rank, key in enumerate(keys) if not world.store.check([key])]

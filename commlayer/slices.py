@@ -24,7 +24,7 @@ from commlayer.handle import Handle, checked_timeout
 from commlayer.receive import MessageClaim
 from commlayer.streams.device import DeviceEvent, DeviceRuntime
 from commlayer.wire.frame import Kind, protocol_error
-from commlayer.wire.lanes import Incoming
+from commlayer.wire.recv_lane import Incoming
 from commlayer.wire.tensors import as_bytes, sendable
 from commlayer.wire.values import register
 

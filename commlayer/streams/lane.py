@@ -15,7 +15,8 @@ from commlayer.semantics import OperationSemantics, PostMayBlock, WaitBlocks
 from commlayer.streams.device import DeviceEvent, DeviceRuntime
 from commlayer.tracking.ledger import Ledger
 from commlayer.tracking.operation import LaneKey, Operation
-from commlayer.tracking.progress import NativeWork, PollingProgress, Procedure
+from commlayer.tracking.polling import PollingProgress
+from commlayer.tracking.progress import NativeWork, Procedure
 from commlayer.tracking.retention import DeviceHold
 from commlayer.tracking.runtime import Runtime
 

@@ -13,7 +13,7 @@ from commlayer.streams.device import DeviceRuntime
 from commlayer.streams.lane import DeviceLane
 from commlayer.tracking.ledger import Block, Ledger
 from commlayer.tracking.operation import LaneKey
-from commlayer.tracking.progress import PollingProgress
+from commlayer.tracking.polling import PollingProgress
 from commlayer.tracking.runtime import Event, Runtime
 
 

@@ -21,8 +21,10 @@ logger = logging.getLogger("commlayer")
 class Observer(Protocol):
     """Is told what becomes of operations.
 
-    Called on whatever thread it happens, `released` and `posted` under the ledger's lock: it
-    must be quick, must not raise, and must not call back into the ledger.
+    Called on whatever thread it happens, all but `matched` and `waited` under the ledger's
+    lock: it must be quick, must not raise, and must not call back into the ledger.  An
+    operation is settled before it is released, unless the reaping policy goes by
+    other signs; one that could not be posted is released and never settled.
     """
 
     def posted(self, operation: Operation) -> None:
@@ -39,6 +41,10 @@ class Observer(Protocol):
 
     def released(self, operation: Operation) -> None:
         """Its buffers were let go of."""
+        ...
+
+    def waited(self, operation: Operation, since: float) -> None:
+        """A thread has blocked for it since then, and no longer does."""
         ...
 
 
@@ -101,12 +107,17 @@ class Ledger:
         bounds: Bounds,
         poll: PollWorks,
         block: Block,
+        drive: Callable[[Operation], bool] = lambda operation: False,
+        attend: Callable[[Operation], None] = lambda operation: None,
     ) -> None:
+        """`drive` and `attend` are those of the progress engine."""
         self._runtime = runtime
         self._reaping = reaping
         self._bounds = bounds
         self._poll = poll
         self._block = block
+        self._drive = drive
+        self._attend = attend
         self._lock = runtime.lock()
         self._lanes: dict[LaneKey, deque[Operation]] = {}
         self._quarantine: dict[int, Operation] = {}
@@ -160,6 +171,7 @@ class Ledger:
         try:
             while True:
                 self._released.clear()
+                self.attend_all()
                 if self._try_admit(operation, exempt=False):
                     return
                 remaining = deadline - self._runtime.now()
@@ -171,6 +183,15 @@ class Ledger:
             self._waiters -= 1
             if self._waiters:
                 self._released.set()
+
+    def attend_all(self) -> None:
+        """Have the driver of every lane of sends look at what has completed."""
+        with self._lock:
+            last = [
+                lane[-1] for key, lane in self._lanes.items() if key.direction == "send" and lane
+            ]
+        for operation in last:
+            self._attend(operation)
 
     def _full(self, operation: Operation) -> CommError:
         with self._lock:
@@ -238,6 +259,8 @@ class Ledger:
             operation.value = value
             operation.error = error
             operation.settled = True
+            if self.observer is not None:
+                self.observer.settled(operation)
             if quarantine:
                 self._quarantine[id(operation)] = operation
             if self._reaping.background:
@@ -247,8 +270,6 @@ class Ledger:
         event = operation.event
         if event is not None:
             event.set()
-        if self.observer is not None:
-            self.observer.settled(operation)
         if operation.notify is not None:
             operation.notify()
         return True
@@ -256,17 +277,31 @@ class Ledger:
     def wait(self, operation: Operation, timeout: float | None) -> bool:
         """Block until `operation` is settled; False when `timeout` seconds have passed."""
         if not operation.settled:
-            event = operation.event
-            if event is None:
-                with self._lock:
-                    if operation.event is None:
-                        operation.event = self._runtime.event()
-                    event = operation.event
-            if not operation.settled:
-                self._block(event, timeout)
+            operation.awaited = True
+            since = self._runtime.now()
+            if not (timeout is None and self._drive(operation)):
+                self._wait_for_event(operation, timeout)
+            if self.observer is not None:
+                self.observer.waited(operation, since)
         if not self._reaping.background:
             self.reap()
         return operation.settled
+
+    def _wait_for_event(self, operation: Operation, timeout: float | None) -> None:
+        if timeout is not None:
+            self._attend(operation)
+        event = operation.event
+        if event is None:
+            with self._lock:
+                if operation.event is None:
+                    operation.event = self._runtime.event()
+                event = operation.event
+        while not operation.settled:
+            if not self._block(event, timeout) or operation.settled or timeout is not None:
+                return
+            event.clear()
+            if not operation.settled and self._drive(operation):
+                return
 
     def reap(self) -> None:
         """Release everything that the policy allows to be released."""
@@ -277,6 +312,7 @@ class Ledger:
         """Take back an operation that was entered and then not posted."""
         with self._lock:
             self._lanes[operation.lane].remove(operation)
+            operation.settled = True
             self._release(operation)
             self._notify()
 
@@ -318,6 +354,16 @@ class Ledger:
     def _notify(self) -> None:
         if self._waiters:
             self._released.set()
+
+    def pending(self) -> list[Operation]:
+        """Operations that are not settled, oldest first per lane."""
+        with self._lock:
+            return [o for lane in self._lanes.values() for o in lane if not o.settled]
+
+    @property
+    def held_up(self) -> int:
+        """How many threads wait for room under the bounds."""
+        return self._waiters
 
     def pending_sends(self) -> list[Operation]:
         """Sends that are not settled, oldest first."""

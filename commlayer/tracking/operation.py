@@ -6,13 +6,14 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commlayer.errors import CommError
+from commlayer.errors import CommError, Subject
 from commlayer.tracking.retention import DeviceHold
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from commlayer.tracking.lifetime import Fingerprint
+    from commlayer.tracking.progress import Lane
     from commlayer.tracking.runtime import Event
 
 
@@ -50,13 +51,18 @@ class Operation:
     `host_payload`.  A receive into the caller's memory must come `after` an event;
     `received` is the memory to be recorded on every stream that waits.  `notify`
     is called when the operation is settled, for waits that look at more than that.
+
+    `step` counts the broadcasts of a channel; -1 for anything else.  `awaited` says
+    that a thread blocks for it, or has done so.
     """
 
     __slots__ = (
         "after",
+        "awaited",
         "device_buffers",
         "device_done",
         "device_hold",
+        "driven",
         "error",
         "event",
         "fingerprint",
@@ -72,6 +78,7 @@ class Operation:
         "sequence",
         "settled",
         "site",
+        "step",
         "stream_work",
         "value",
         "works",
@@ -86,6 +93,8 @@ class Operation:
         self.posted_at = posted_at
         self.site = site
         self.sequence = -1
+        self.step = -1
+        self.awaited = False
         self.retained: Sequence[Any] = ()
         self.fingerprint: Fingerprint | None = None
         self.settled = False
@@ -102,6 +111,10 @@ class Operation:
         self.device_done = False
         self.after: Any = None
         self.received: Sequence[Any] = ()
+        self.driven: Lane | None = None
+
+    def __str__(self) -> str:
+        return self.describe()
 
     def describe(self) -> str:
         """The operation in words, as errors and reports print it."""
@@ -113,7 +126,15 @@ class Operation:
         if self.site:
             parts.append(f"posted at {self.site}")
         way = "to" if self.lane.direction == "send" else "from"
-        return f"{self.kind} {way} rank {self.lane.peer} ({', '.join(parts)})"
+        return Subject.of(
+            f"{self.kind} {way} rank {self.lane.peer} ({', '.join(parts)})",
+            call=self.kind,
+            peer=self.lane.peer,
+            channel=self.lane.channel,
+            tag=self.lane.tag,
+            sequence=self.sequence,
+            nbytes=self.nbytes,
+        )
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

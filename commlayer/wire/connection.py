@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from commlayer.backend import Endpoint
-from commlayer.errors import CommError, CommTimeout, ErrorKind
+from commlayer.errors import CommError, CommTimeout, ErrorKind, connection_with
+from commlayer.liveness.meeting import Link
+from commlayer.liveness.monitor import Monitor
 from commlayer.streams.side import DeviceSide
 from commlayer.tracking.ledger import Ledger
 from commlayer.tracking.operation import LaneKey, Operation
 from commlayer.tracking.progress import Driven, ProgressEngine
 from commlayer.tracking.runtime import Event, Runtime
 from commlayer.wire.control import (
+    Answer,
+    Ask,
     Bye,
     ByeAck,
     Control,
@@ -23,8 +27,11 @@ from commlayer.wire.control import (
     decode_control,
     encode_control,
 )
-from commlayer.wire.frame import Kind, Outgoing, protocol_error
-from commlayer.wire.lanes import Incoming, LaneContext, RecvLane, SendLane
+from commlayer.wire.frame import Kind, protocol_error
+from commlayer.wire.lane_context import Ahead, LaneContext
+from commlayer.wire.outgoing import plain
+from commlayer.wire.recv_lane import Incoming, RecvLane
+from commlayer.wire.send_lane import SendLane
 from commlayer.wire.tags import CONTROL_LANE, TagMap
 from commlayer.wire.tensors import Limits
 
@@ -75,7 +82,11 @@ class Connection:
         inline_bytes: int,
         unclaimed: int,
         serial: bool,
+        ahead: Ahead,
+        peers_ahead: dict[int, Ahead],
         device: DeviceSide | None = None,
+        links: Mapping[int, Link] | None = None,
+        peer_timeout: float = 0.0,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -96,17 +107,24 @@ class Connection:
             inline_bytes=inline_bytes,
             unclaimed=unclaimed,
             serial=serial,
+            ahead=ahead,
+            peers_ahead=peers_ahead,
             peer_failed=self._peer_failed,
             lane_broken=self._lane_broken,
             device=device,
         )
         self.peers = {r: Peer(r, runtime) for r in range(size) if r != rank}
+        self._monitor = Monitor(links or {}, peer_timeout, runtime, self)
+        self.inquired: Callable[[int, Ask | Answer], None] | None = None
+        """Told of what a peer asks or answers, on the driver of its control lane; it may raise
+        `CommError` for what cannot be trusted."""
 
     def open(self) -> None:
         """Begin to listen to every peer."""
         for peer in self.peers.values():
             lane = self._recv_lane(peer, CONTROL_LANE)
             lane.claim(_ControlClaim(self, peer, lane))
+        self._monitor.start()
 
     def _block(self, event: Event, timeout: float) -> bool:
         if self.device is None:
@@ -153,6 +171,8 @@ class Connection:
                 if lane is None:
                     key = LaneKey(name[0], peer.rank, "send", name[1])
                     lane = SendLane(self._context, self._endpoint, key, self.tags.native(*name))
+                    if peer.lost and peer.error is not None:
+                        lane.refuse(peer.error)
                     peer.sends[name] = lane
         return lane
 
@@ -177,7 +197,7 @@ class Connection:
         if error is None:
             error = CommError(
                 ErrorKind.PEER_LOST,
-                f"connection with rank {rank}",
+                connection_with(rank),
                 f"the transport reports: {_first_line(cause)}",
                 f"Rank {rank} has died or cannot be reached; restart the group",
             )
@@ -187,14 +207,16 @@ class Connection:
         return error.again()
 
     def _lose(self, peer: Peer, error: CommError) -> None:
-        if peer.lost:
-            return
-        peer.lost = True
         with self._lock:
+            if peer.lost:
+                return
+            peer.lost = True
             lanes = peer.lanes()
         for lane in lanes:
             if isinstance(lane, SendLane):
                 lane.fail(error, stuck=True)
+            elif self.device is None:
+                lane.sink(error)
             else:
                 lane.fail(error)
         if self.device is not None:
@@ -212,20 +234,43 @@ class Connection:
 
     def distrust(self, peer: Peer, error: CommError) -> None:
         """Give `peer` up because of what it sent on the control lane."""
+        self.lose(peer.rank, error)
+
+    def lose(self, rank: int, error: CommError) -> None:
+        """Fail every operation with `rank`, pending and to come, and no other."""
+        peer = self.peers[rank]
         peer.error = peer.error or error
         self._lose(peer, error)
 
-    def _control(self, peer: Peer, message: Control) -> None:
+    def abandon(self, error: CommError) -> None:
+        """Fail everything, with every peer: a task that watches over it has died."""
+        for peer in self.peers.values():
+            self.distrust(peer, error)
+
+    def tell(self, rank: int, message: Ask | Answer) -> Operation | None:
+        """Post an inquiry to `rank`, or an answer to its own; ``None`` where that is not possible.
+
+        Never blocks.  What is returned is settled once it has left.
+        """
+        peer = self.peers[rank]
+        if self._closed is not None or peer.error is not None:
+            return None
+        operation = self._control(peer, message)
+        if operation is not None:
+            self.progress.attend(operation)
+        return operation
+
+    def _control(self, peer: Peer, message: Control) -> Operation | None:
         lane = self._send_lane(peer, CONTROL_LANE)
+        operation = self._unlisted("control message", lane.key)
         try:
-            lane.post(
-                self._unlisted("control message", lane.key),
-                Outgoing(Kind.CONTROL, (), encode_control(message), 0),
-            )
+            lane.post(operation, plain(Kind.CONTROL, encode_control(message)))
+            return operation
         except CommError as error:
             logger.debug(
                 "commlayer: no %s to rank %d: %s", type(message).__name__, peer.rank, error
             )
+            return None
 
     def _unlisted(self, kind: str, key: LaneKey) -> Operation:
         """An operation of the library's own, outside ledger and bounds."""
@@ -233,6 +278,10 @@ class Connection:
 
     def handle_control(self, peer: Peer, message: Control) -> None:
         """Act on a control message of `peer`.  Called by the driver of its control lane."""
+        if isinstance(message, (Ask, Answer)):
+            if self.inquired is not None:
+                self.inquired(peer.rank, message)
+            return
         taken: dict[LaneName, int] = {}
         if isinstance(message, LaneBroken):
             named = [message.lane]
@@ -258,7 +307,7 @@ class Connection:
         if isinstance(message, Bye):
             error = CommError(
                 ErrorKind.CLOSED,
-                f"connection with rank {peer.rank}",
+                connection_with(peer.rank),
                 f"rank {peer.rank} has closed its communicator",
                 "Receive everything before closing, or stop sending before the peer closes",
             )
@@ -343,12 +392,15 @@ class Connection:
                 "Create a new one by connect()",
             )
         try:
-            return self._end(closed, timeout)
+            ended = self._end(closed, timeout)
         except CommError:
+            self._monitor.close()
             raise
         except BaseException:
             self._closing = False
             raise
+        self._monitor.close()
+        return ended
 
     def _end(self, closed: CommError, timeout: float) -> bool:
         deadline = self.runtime.now() + timeout
@@ -391,6 +443,7 @@ class Connection:
     def _drain(self, deadline: float) -> list[Operation]:
         """Wait for all pending sends; those undelivered at `deadline`, or when the peer closed."""
         pending = self.ledger.pending_sends()
+        self.ledger.attend_all()
         for operation in pending:
             self.ledger.wait(operation, max(0.0, deadline - self.runtime.now()))
         return [each for each in pending if not each.settled or _refused(each)]
@@ -424,13 +477,12 @@ class Connection:
             for peer in self.peers.values()
             if not peer.lost and peer.rank not in silent
             for lane in peer.lanes()
-            if not (isinstance(lane, SendLane) and lane.stuck)
+            if not lane.stuck
         ]
 
     def _stuck(self) -> bool:
         return any(
-            peer.lost or any(isinstance(lane, SendLane) and lane.stuck for lane in peer.lanes())
-            for peer in self.peers.values()
+            peer.lost or any(lane.stuck for lane in peer.lanes()) for peer in self.peers.values()
         )
 
     def forsake(self, error: CommError) -> None:

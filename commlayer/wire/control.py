@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from commlayer.wire.frame import protocol_error
+from commlayer.wire.pending import RankState
 
 LaneName = tuple[str, str]
 """Channel and tag of a lane; its direction follows from who names it."""
@@ -47,7 +48,23 @@ class LaneBroken(
     cause: str
 
 
-Control = Bye | ByeAck | LaneBroken
+class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What do you wait for?  `stalled` says why I ask: something has not moved for too long."""
+
+    number: int
+    stalled: bool
+
+
+class Answer(
+    msgspec.Struct, tag="answer", array_like=True, frozen=True, forbid_unknown_fields=True
+):
+    """The answer to `Ask` of that number."""
+
+    number: int
+    state: RankState
+
+
+Control = Bye | ByeAck | LaneBroken | Ask | Answer
 
 _decoder = msgspec.msgpack.Decoder(Control)
 _encoder = msgspec.msgpack.Encoder()

@@ -2,14 +2,19 @@
 
 ::
 
-    prefix (32 bytes)  magic "CML", wire version, kind, flags, sequence number,
-                       length of the body, length of the inline payload, checksum
-    body               msgpack: tensors, placements, collective step, value
+    prefix (40 bytes)  magic "CML", wire version, kind, flags, slot, sequence number,
+                       collective step, schema, length of the body, length of the inline
+                       payload, checksum of all this and the body
+    body               msgpack: tensors, placements, declared size, value
     inline payload     the bytes of the tensors placed inline, in order
 
-A message whose prefix, body and inline payload do not fit into `capacity`
-bytes sends the prefix alone with the flag LONG, then the body as a message of
-its own.  Tensors that are not inline follow in order, one message each.
+A message may define a *schema*: its body, under a number.  Later messages that
+name it have no body, or with the flag VALUE the packed value alone.  A body
+that does not fit into `capacity` bytes follows as a message of its own (flag
+LONG), before the tensors that are not inline, which follow in order, one
+message each.  ``slot`` says on which native tag these are (see
+`commlayer.wire.schemas`).
+
 Everything is validated before a receive is posted, because a receive of
 another size than the message kills the process on some transports.
 """
@@ -18,24 +23,37 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
-import torch
-from torch import Tensor
 
 from commlayer.errors import CommError, ErrorKind
-from commlayer.wire.tensors import Limits, TensorMeta, as_bytes, meta_of
+from commlayer.wire.tensors import Limits, TensorMeta
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 _MAGIC = b"CML"
-_PREFIX = struct.Struct("<3sBBBxxQIIIxxxx")
-PREFIX_BYTES = _PREFIX.size
-_BODY_ROOM = 2016
-_LONG = 1
+_FIELDS = struct.Struct("<3sBBBBxQqIII")
+_CHECKSUM = struct.Struct("<I")
+PREFIX_BYTES = _FIELDS.size + _CHECKSUM.size
+_BODY_ROOM = 2008
+
+LONG = 1
+DEFINE = 2
+VALUE = 4
+_FLAGS = LONG | DEFINE | VALUE
+
+MAX_SCHEMAS = 1024
+"""A lane numbers its schemas from 1 to this."""
+LOOSE = 1
+"""The slot for payload whose receive is posted after its header."""
+EARNED_SLOTS = 6
+"""A schema that repeats may get one of the slots 2 to 7 of its lane."""
+SLOT_BYTES = 4 << 20
+"""Most payload of a message with a slot: larger buffers cost more ahead of time than they save."""
+SLOT_TENSORS = 64
+"""Most payload messages of a message with a slot."""
 
 
 class Kind(IntEnum):
@@ -46,6 +64,9 @@ class Kind(IntEnum):
     TENSOR_DICT = 3
     CONTROL = 4
     GOODBYE = 5
+
+
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 class Placement(IntEnum):
@@ -63,19 +84,26 @@ class Placement(IntEnum):
 class Body(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The typed part of a header.
 
-    `placements` has one `Placement` per tensor.  `step` counts the collective
-    calls on the channel (-1: not a collective).  `value` is the packed value.
-    `at_most` is the size in bytes that was declared for the tensor (-1: none was).
+    `placements` has one `Placement` per tensor.  `at_most` is the size in bytes
+    that was declared for the tensor (-1: none was).  `value` is the packed value.
     """
 
     tensors: tuple[TensorMeta, ...] = ()
     placements: bytes = b""
-    step: int = -1
-    value: bytes = b""
     at_most: int = -1
+    value: bytes = b""
+
+    @property
+    def inline_bytes(self) -> int:
+        """Bytes of the tensors placed inline."""
+        return sum(
+            meta.nbytes
+            for meta, place in zip(self.tensors, self.placements, strict=True)
+            if place == Placement.INLINE
+        )
 
 
-_encoder = msgspec.msgpack.Encoder()
+_encode = msgspec.msgpack.Encoder().encode
 
 
 @lru_cache(maxsize=8)
@@ -88,173 +116,122 @@ def _decoder(max_items: int) -> msgspec.msgpack.Decoder[Body]:
     return msgspec.msgpack.Decoder(limited)
 
 
+def encode_shape(tensors: tuple[TensorMeta, ...], placements: bytes, at_most: int) -> bytes:
+    """The bytes of a body up to its value; `encode_body` completes them."""
+    parts = (_encode(tensors), _encode(placements), _encode(at_most))
+    return b"\x94" + b"".join(parts)
+
+
+def encode_body(shape: bytes, value: bytes) -> bytes:
+    """The bytes of a body."""
+    return shape + _encode(value)
+
+
 def capacity(inline_bytes: int) -> int:
     """Size of a header message's buffer for a configured number of inline bytes."""
     return PREFIX_BYTES + _BODY_ROOM + inline_bytes
 
 
-class Outgoing:
-    """An encoded message, ready to be stamped and posted on any number of lanes."""
-
-    __slots__ = (
-        "_body",
-        "_head",
-        "device_payload",
-        "header_bytes",
-        "kind",
-        "nbytes",
-        "payload",
-        "reserved",
-    )
-
-    def __init__(
-        self,
-        kind: Kind,
-        tensors: Sequence[Tensor],
-        value: bytes,
-        inline_bytes: int,
-        step: int = -1,
-        on_device: Callable[[Tensor], bool] | None = None,
-        at_most: int = -1,
-        reserved: Sequence[Tensor] | None = None,
-    ) -> None:
-        """`tensors` are contiguous; small ones are copied into the header, others posted.
-
-        Those that `on_device` names go to the device transport.  With `reserved`
-        the only tensor travels as the `at_most` bytes in it.
-        """
-        sources = [as_bytes(tensor) for tensor in tensors]
-        if reserved is None:
-            placements = _place(sources, inline_bytes, on_device)
-        else:
-            placements = bytes([Placement.RESERVED])
-        inline = [s for s, place in zip(sources, placements, strict=True) if place == 1]
-        inline_size = sum(source.numel() for source in inline)
-        metas = tuple(meta_of(tensor) for tensor in tensors)
-        body = _encoder.encode(Body(metas, placements, step, value, at_most))
-        if PREFIX_BYTES + len(body) + inline_size > capacity(inline_bytes):
-            placements = placements.replace(b"\x01", b"\x02")
-            inline, inline_size = [], 0
-            body = _encoder.encode(Body(metas, placements, step, value, at_most))
-        long = PREFIX_BYTES + len(body) > capacity(inline_bytes)
-        self.kind = kind
-        self.payload = [s for s, place in zip(sources, placements, strict=True) if place == 2]
-        self.reserved = reserved is not None
-        self.device_payload = [
-            s for s, place in zip(sources, placements, strict=True) if place == 3
-        ]
-        self.device_payload += reserved or ()
-        prefix = _PREFIX.pack(
-            _MAGIC, WIRE_VERSION, kind, _LONG if long else 0, 0,
-            len(body), inline_size, zlib.crc32(body),
-        )  # fmt: skip
-        self.header_bytes = len(body)
-        self._body = body if long else b""
-        self._head = bytearray(prefix if long else prefix + body)
-        if inline_size:
-            offset = len(self._head)
-            self._head.extend(bytes(inline_size))
-            for source in inline:
-                into = torch.frombuffer(
-                    self._head, dtype=torch.uint8, offset=offset, count=source.numel()
-                )
-                into.copy_(source)
-                offset += source.numel()
-                del into
-        self.nbytes = len(self._head) + len(self._body)
-        self.nbytes += sum(p.numel() for p in (*self.payload, *self.device_payload))
-
-    def messages(self, sequence: int) -> list[Tensor]:
-        """The native messages in order, with `sequence` written into a header of their own."""
-        head = bytearray(self._head)
-        struct.pack_into("<Q", head, 8, sequence)
-        messages = [torch.frombuffer(head, dtype=torch.uint8)]
-        if self._body:
-            messages.append(torch.frombuffer(bytearray(self._body), dtype=torch.uint8))
-        messages.extend(self.payload)
-        return messages
-
-
-def _place(
-    sources: Sequence[Tensor], room: int, on_device: Callable[[Tensor], bool] | None
+def encode_prefix(
+    kind: int,
+    flags: int,
+    slot: int,
+    sequence: int,
+    step: int,
+    schema: int,
+    body: bytes,
+    inline: int,
 ) -> bytes:
-    placements = bytearray(len(sources))
-    for index, source in enumerate(sources):
-        size = source.numel()
-        if size == 0:
-            continue
-        if on_device is not None and on_device(source):
-            placements[index] = Placement.DEVICE
-        elif size <= room:
-            room -= size
-            placements[index] = Placement.INLINE
-        else:
-            placements[index] = Placement.MESSAGE
-    return bytes(placements)
+    """The bytes of a prefix, for a message with `body` and so many bytes inline."""
+    fields = _FIELDS.pack(
+        _MAGIC, WIRE_VERSION, kind, flags, slot, sequence, step, schema, len(body), inline
+    )
+    return fields + _CHECKSUM.pack(zlib.crc32(body, zlib.crc32(fields)))
 
 
-class Prefix(msgspec.Struct, frozen=True):
-    """The decoded and checked prefix of a header message."""
+class Prefix(NamedTuple):
+    """The decoded and checked prefix of a header message.  `seed` begins its `checksum`."""
 
     kind: Kind
-    long: bool
+    flags: int
+    slot: int
     sequence: int
+    step: int
+    schema: int
     body: int
     inline: int
     checksum: int
+    seed: int
+
+    @property
+    def long(self) -> bool:
+        """Whether the body is a message of its own."""
+        return bool(self.flags & LONG)
 
 
-def protocol_error(where: str, cause: str) -> CommError:
+def protocol_error(where: object, cause: str) -> CommError:
     """The error for a message that must not be trusted."""
     return CommError(
         ErrorKind.PROTOCOL,
-        where,
+        str(where),
         cause,
         "The sender runs another version or is not commlayer; check both ranks' versions and "
         "configuration",
     )
 
 
-def decode_prefix(data: memoryview, limits: Limits, where: str) -> Prefix:
+def decode_prefix(data: memoryview, limits: Limits, where: object) -> Prefix:
     """Read and check the prefix in `data`, a header buffer of any content.
 
     Raises `CommError` (PROTOCOL) for another magic or version, an unknown kind
-    or flag, and for lengths that exceed the limits or the buffer.
+    or flag, a schema or slot out of range, and for lengths that exceed the
+    limits or the buffer.
     """
-    magic, version, kind, flags, sequence, body, inline, checksum = _PREFIX.unpack_from(data)
+    magic, version, kind, flags, slot, sequence, step, schema, body, inline = _FIELDS.unpack_from(
+        data
+    )
     if magic != _MAGIC:
         raise protocol_error(where, "the message does not begin with a commlayer header")
     if version != WIRE_VERSION:
         raise protocol_error(
             where, f"the message has wire version {version}, this rank speaks {WIRE_VERSION}"
         )
-    if flags & ~_LONG:
+    known = _KINDS.get(kind)
+    if known is None:
+        raise protocol_error(where, f"the header has unknown kind {kind}")
+    if flags & ~_FLAGS:
         raise protocol_error(where, f"the header has unknown flags {flags:#x}")
-    try:
-        known = Kind(kind)
-    except ValueError:
-        raise protocol_error(where, f"the header has unknown kind {kind}") from None
-    long = bool(flags & _LONG)
+    if schema > MAX_SCHEMAS or (flags & DEFINE and not schema):
+        raise protocol_error(where, f"the header has schema {schema} of {MAX_SCHEMAS}")
+    if slot > LOOSE + EARNED_SLOTS or (slot > LOOSE and not schema):
+        raise protocol_error(where, f"the header has payload slot {slot}")
     if body > limits.max_header_bytes:
         raise protocol_error(
             where, f"a header of {body} bytes exceeds max_header_bytes = {limits.max_header_bytes}"
         )
-    if (long and inline) or (not long and PREFIX_BYTES + body + inline > len(data)):
+    if PREFIX_BYTES + inline + (0 if flags & LONG else body) > len(data):
         raise protocol_error(
             where, f"lengths of {body} and {inline} bytes do not fit the header message"
         )
-    return Prefix(known, long, sequence, body, inline, checksum)
+    (checksum,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
+    seed = zlib.crc32(data[: _FIELDS.size])
+    return Prefix(known, flags, slot, sequence, step, schema, body, inline, checksum, seed)
 
 
-def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: str) -> Body:
+def check_body(prefix: Prefix, data: memoryview | bytes, where: object) -> None:
+    """Raise `CommError` (PROTOCOL) unless `data` is the body that belongs to `prefix`."""
+    if zlib.crc32(data, prefix.seed) != prefix.checksum:
+        raise protocol_error(where, "the header is damaged or truncated (checksum differs)")
+
+
+def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: object) -> Body:
     """Decode and check the body in `data` (exactly the body's bytes).
 
     Raises `CommError` (PROTOCOL) unless every tensor is within the limits, the
     placements agree with the tensors, and the inline payload has exactly the
     size that they add up to.
     """
-    if zlib.crc32(data) != prefix.checksum:
-        raise protocol_error(where, "the header is damaged or truncated (checksum differs)")
+    check_body(prefix, data, where)
     try:
         body = _decoder(limits.max_items).decode(data)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -263,7 +240,7 @@ def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: str) ->
         raise protocol_error(where, "the header does not place every tensor")
     inline = total = 0
     for meta, place in zip(body.tensors, body.placements, strict=True):
-        meta.check(limits, where)
+        meta.check(limits, str(where))
         total += meta.nbytes
         if place == Placement.INLINE:
             inline += meta.nbytes
@@ -282,7 +259,7 @@ def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: str) ->
     return body
 
 
-def _check_reserved(body: Body, limits: Limits, where: str) -> None:
+def _check_reserved(body: Body, limits: Limits, where: object) -> None:
     if len(body.tensors) != 1 or body.at_most <= 0:
         raise protocol_error(where, "the header reserves a size for something else than one tensor")
     if body.at_most > limits.max_message_bytes:

@@ -19,24 +19,34 @@ RESERVED = ".reserved"
 """Follows the tag of a lane in the name of its device lane for messages of one declared size."""
 
 _RESERVED = (OBJECTS, BROADCAST, CONTROL_LANE[1], SLICES)
-_CHANNEL_BITS = 18
+_CODE_BITS = 17
+_SLOT_BITS = 3
+_MAX_CHANNELS = 1 << 10
 _NUMBER = re.compile("0|[1-9][0-9]{0,4}")
 
 
 class TagMap:
-    """Gives every channel a range of native tags: 18 bits each, at most 4096 channels.
+    """Native tags: 10 bits of channel, 3 of slot, 17 of the lane's own tag.
 
-    The order of `extra` does not matter; all ranks must name the same set.
+    Slot 0 carries headers, the others payload.  The order of `extra` does not
+    matter; all ranks must name the same set.
     """
 
     def __init__(self, extra: Sequence[str]) -> None:
         self.channels = (*BUILTIN_CHANNELS, *sorted(set(extra) - set(BUILTIN_CHANNELS)))
+        if len(self.channels) > _MAX_CHANNELS:
+            raise ValueError(f"at most {_MAX_CHANNELS} channels, got {len(self.channels)}")
         self._index = {channel: index for index, channel in enumerate(self.channels)}
 
     def native(self, channel: str, tag: str) -> int:
-        """The native tag of lane (`channel`, `tag`)."""
+        """The native tag of the headers of lane (`channel`, `tag`)."""
         code = _RESERVED.index(tag) if tag in _RESERVED else len(_RESERVED) + int(tag)
-        return (self._index[channel] << _CHANNEL_BITS) | code
+        return (self._index[channel] << (_CODE_BITS + _SLOT_BITS)) | code
+
+    @staticmethod
+    def payload(native: int, slot: int) -> int:
+        """The native tag of payload slot `slot` of the lane with header tag `native`."""
+        return native | (slot << _CODE_BITS)
 
     def valid(self, channel: str, tag: str) -> bool:
         """Whether the lane can exist; for names that come from a peer."""

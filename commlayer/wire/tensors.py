@@ -71,7 +71,7 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def check(self, limits: Limits, operation: str) -> None:
+    def check(self, limits: Limits, operation: object) -> None:
         """Raise `CommError` (PROTOCOL) unless a tensor of this kind may be allocated."""
         if self.dtype not in DTYPES:
             raise CommError(
@@ -105,7 +105,7 @@ def meta_of(tensor: Tensor) -> TensorMeta:
     return TensorMeta(_NAMES[tensor.dtype], tuple(tensor.shape), tensor.device.type)
 
 
-def sendable(tensor: Tensor, operation: str) -> Tensor:
+def sendable(tensor: Tensor, operation: object) -> Tensor:
     """Return `tensor` as a plain, detached, contiguous tensor on the same device.
 
     The result shares memory with `tensor` unless that is non-contiguous or a
@@ -166,7 +166,7 @@ def _is_dense(tensor: Tensor) -> bool:
         return False
 
 
-def _without_subclass(tensor: Tensor, operation: str) -> Tensor:
+def _without_subclass(tensor: Tensor, operation: object) -> Tensor:
     kind = type(tensor)
     if not isinstance(tensor, Tensor):
         raise CommError(
@@ -187,7 +187,7 @@ def _without_subclass(tensor: Tensor, operation: str) -> Tensor:
         return tensor.as_subclass(Tensor)
 
 
-def _refusal(tensor: Tensor, operation: str) -> CommError:
+def _refusal(tensor: Tensor, operation: object) -> CommError:
     if tensor.is_meta:
         cause, cure = "a meta tensor has no data", "Send a tensor that has"
     elif tensor.is_nested:
@@ -204,7 +204,7 @@ def _refusal(tensor: Tensor, operation: str) -> CommError:
     return CommError(ErrorKind.UNSUPPORTED, operation, cause, cure)
 
 
-def _malformed(operation: str, cause: str) -> CommError:
+def _malformed(operation: object, cause: str) -> CommError:
     return CommError(
         ErrorKind.PROTOCOL,
         operation,

@@ -63,7 +63,7 @@ _MAX_EQUAL_HASHES = 1024
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def pack(value: Any, limits: Limits, operation: str) -> tuple[bytes, list[Tensor]]:
+def pack(value: Any, limits: Limits, operation: object) -> tuple[bytes, list[Tensor]]:
     """Write `value`; returns its bytes and the distinct tensors in it, each made `sendable`.
 
     Raises `CommError` (UNSUPPORTED) that names the place in the tree, before
@@ -106,14 +106,16 @@ def pack(value: Any, limits: Limits, operation: str) -> tuple[bytes, list[Tensor
 class Parsed:
     """A fully checked value that waits for its tensors."""
 
-    __slots__ = ("_operation", "_root")
+    __slots__ = ("_operation", "_root", "reusable")
 
-    def __init__(self, root: Any, operation: str) -> None:
+    def __init__(self, root: Any, operation: object) -> None:
         self._root = root
         self._operation = operation
+        self.reusable = type(root) is _Deferred and root.is_flat_dict()
+        """Whether `build` may be called again: the value is a dict of str to tensors."""
 
     def build(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the value with `tensors` in their places; to be called once.
+        """Return the value with `tensors` in their places; called once unless `reusable`.
 
         Raises `CommError` (PROTOCOL) only where a registered class that holds a
         tensor refuses its fields.
@@ -124,7 +126,7 @@ class Parsed:
             raise malformed.error(self._operation) from malformed.__cause__
 
 
-def parse(data: bytes | memoryview, tensor_count: int, limits: Limits, operation: str) -> Parsed:
+def parse(data: bytes | memoryview, tensor_count: int, limits: Limits, operation: object) -> Parsed:
     """Read and check what `pack` wrote for a message with `tensor_count` tensors.
 
     `data` is trusted in nothing.  Raises `CommError` (PROTOCOL) for bytes that
@@ -259,7 +261,7 @@ class _Packer:
 
     __slots__ = ("holes", "indices", "limits", "operation", "originals", "tensors", "tokens")
 
-    def __init__(self, limits: Limits, operation: str) -> None:
+    def __init__(self, limits: Limits, operation: object) -> None:
         self.limits = limits
         self.operation = operation
         self.tokens: list[Any] = []
@@ -511,7 +513,7 @@ class _Malformed(Exception):
         super().__init__(cause[:300])
         self.cure = cure
 
-    def error(self, operation: str) -> CommError:
+    def error(self, operation: object) -> CommError:
         return CommError(
             ErrorKind.PROTOCOL,
             operation,
@@ -537,6 +539,14 @@ class _Deferred:
     def __init__(self, make: Callable[[Sequence[Any]], Any], items: Sequence[Any]) -> None:
         self.make = make
         self.items = items
+
+    def is_flat_dict(self) -> bool:
+        return (
+            type(self.make) is partial
+            and self.make.func is _make_dict
+            and all(type(key) is str for key in self.make.args[0])
+            and all(type(item) is _Hole for item in self.items)
+        )
 
 
 def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import os
 import time
-import zlib
 from contextlib import nullcontext, suppress
 from typing import Any
 
-import msgspec
 import pytest
 import torch
+from frames import messages
 from ranks import here
 from ranks.pool import Ranks
 
 from commlayer import CommError, Communicator, ErrorKind
-from commlayer.wire.frame import Kind, Outgoing
+from commlayer.wire.frame import LOOSE, Kind, encode_body, encode_prefix, encode_shape
 from commlayer.wire.tags import CONTROL_LANE, OBJECTS, TagMap
-from commlayer.wire.tensors import Limits
+from commlayer.wire.tensors import Limits, TensorMeta
 from commlayer.wire.values import pack
 
 
@@ -30,8 +29,7 @@ def framed(
     value: Any, sequence: int = 0, inline: int = 8192, kind: Kind = Kind.OBJECT, **limits: Any
 ) -> list[bytes]:
     packed, tensors = pack(value, Limits(**limits), "")
-    outgoing = Outgoing(kind, tensors, packed, inline)
-    return [bytes(message.tolist()) for message in outgoing.messages(sequence)]
+    return [bytes(m.tolist()) for m in messages(kind, tensors, packed, inline, sequence)]
 
 
 def patched(message: bytes, at: int, data: bytes) -> bytes:
@@ -40,11 +38,9 @@ def patched(message: bytes, at: int, data: bytes) -> bytes:
 
 def terabyte() -> bytes:
     """The header of a tensor of 2**38 floats, as a sender that had one would write it."""
-    body = msgspec.msgpack.encode(
-        ((("float32", (1 << 38,), "cpu"),), b"\x02", -1, pack(1, Limits(), "")[0])
-    )
-    head = patched(framed(1)[0][:32], 16, len(body).to_bytes(4, "little"))
-    return patched(head, 24, zlib.crc32(body).to_bytes(4, "little")) + body
+    meta = TensorMeta("float32", (1 << 38,), "cpu")
+    body = encode_body(encode_shape((meta,), b"\x02", -1), pack(1, Limits(), "")[0])
+    return encode_prefix(Kind.OBJECT, 0, LOOSE, 0, -1, 0, body, 0) + body
 
 
 class Exploit:
@@ -55,11 +51,11 @@ class Exploit:
 HOSTILE: dict[str, Any] = {
     "garbage": lambda: [b"GET / HTTP/1.1\r\n\r\n"],
     "one byte": lambda: [b"C"],
-    "nothing but a prefix": lambda: [framed("x" * 500)[0][:32]],
+    "nothing but a prefix": lambda: [framed("x" * 500)[0][:40]],
     "truncated": lambda: [framed("x" * 500)[0][:300]],
     "damaged": lambda: [patched(framed("x" * 500)[0], 200, b"?")],
     "another version": lambda: [patched(framed(1)[0], 3, b"\x07")],
-    "a body of four gigabytes": lambda: [patched(framed(1)[0], 16, b"\xff" * 4)],
+    "a body of four gigabytes": lambda: [patched(framed(1)[0], 28, b"\xff" * 4)],
     "a sequence gap": lambda: [framed(1, sequence=5)[0]],
     "a long header cut short": lambda: [framed("x" * 50_000)[0], framed("x" * 50_000)[1][:99]],
     "a terabyte": lambda: [terabyte()],
@@ -70,10 +66,12 @@ HOSTILE: dict[str, Any] = {
 }
 
 
-def inject(comm: Communicator, message: bytes, channel: str = "data", tag: str = OBJECTS) -> Any:
+def inject(
+    comm: Communicator, message: bytes, channel: str = "data", tag: str = OBJECTS, slot: int = 0
+) -> Any:
     endpoint = comm._connection._endpoint
     tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    return endpoint.isend(tensor, 0, TagMap(()).native(channel, tag))
+    return endpoint.isend(tensor, 0, TagMap.payload(TagMap(()).native(channel, tag), slot))
 
 
 def is_told(comm: Communicator) -> bool:
@@ -109,7 +107,10 @@ def hostile_peer(name: str) -> None:
         comm.isend_object("still here", 1)
     elif comm.rank == 1:
         here.meet("posted")
-        works = [inject(comm, message) for message in HOSTILE[name]()]
+        works = [
+            inject(comm, message, slot=LOOSE if index else 0)
+            for index, message in enumerate(HOSTILE[name]())
+        ]
         comm.send(torch.ones(70_000), 0, tag=1)
         assert comm.recv_object(0) == "still here"
         assert is_told(comm)

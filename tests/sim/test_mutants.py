@@ -13,7 +13,8 @@ from commlayer.communicator import Communicator
 from commlayer.sim import FailureKind, explore
 from commlayer.sim.transport import SimEndpoint
 from commlayer.tracking.ledger import Ledger
-from commlayer.wire.lanes import RecvLane, SendLane
+from commlayer.wire.recv_lane import RecvLane
+from commlayer.wire.send_lane import SendLane
 
 
 def mutated(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
@@ -28,9 +29,8 @@ def mutated(function: Callable[..., Any], old: str, new: str) -> Callable[..., A
 
 MUTANTS = {
     "a wake-up can be lost": (
-        SendLane, "steps",
-        "if not self._queue and not self._finishing:", "if True:",
-        "core_dropped", "gloo", {FailureKind.DEADLOCK},
+        RecvLane, "claim", "self._wake.set()", "pass",
+        "core_payload_beside_header", "gloo", {FailureKind.DEADLOCK},
     ),
     "complete before the native wait": (
         SendLane, "steps",
@@ -38,15 +38,13 @@ MUTANTS = {
         "core_overwrite_after_wait", "gloo", {FailureKind.OVERWRITTEN},
     ),
     "works are not kept": (
-        SendLane, "_post_all",
-        "works.append(self._endpoint.isend(message, self.key.peer, self._tag))",
-        "self._endpoint.isend(message, self.key.peer, self._tag)",
+        SendLane, "_post_native",
+        "works.append(isend(message, peer, tag))", "isend(message, peer, tag)",
         "core_dropped", "gloo", {FailureKind.LOST_MESSAGE},
     ),
     "works and sources are not kept where that is unsafe": (
-        SendLane, "_post_all",
-        "works.append(self._endpoint.isend(message, self.key.peer, self._tag))",
-        "self._endpoint.isend(message, self.key.peer, self._tag)",
+        SendLane, "_post_native",
+        "works.append(isend(message, peer, tag))", "isend(message, peer, tag)",
         "core_dropped", "adversary", {FailureKind.USE_AFTER_FREE},
     ),
     "messages are taken last in, first out": (
@@ -57,6 +55,10 @@ MUTANTS = {
     "the bound does not bind": (
         Ledger, "_has_room", "return ", "return True or ",
         "core_bound", "gloo", {FailureKind.ERROR},
+    ),
+    "two threads post at once": (
+        SendLane, "_post_outbox", "if self._posting or not self._outbox:", "if not self._outbox:",
+        "core_two_threads_post", "gloo", {FailureKind.ERROR, FailureKind.DEADLOCK},
     ),
     "each work is waited twice": (
         SimEndpoint, "wait", "work.wait()", "work.wait(); work.wait()",

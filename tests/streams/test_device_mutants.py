@@ -17,7 +17,8 @@ from commlayer.streams.lane import DeviceLane
 from commlayer.streams.side import DeviceSide
 from commlayer.tracking.operation import Operation
 from commlayer.tracking.retention import DeviceHold, HoldReferences
-from commlayer.wire.lanes import RecvLane, SendLane
+from commlayer.wire.recv_lane import RecvLane
+from commlayer.wire.send_lane import SendLane
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

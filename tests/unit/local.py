@@ -72,6 +72,12 @@ FUNNELED = replace(SERIALIZED, threads=Threads.FUNNELED)
 """Polled, from the connecting thread only."""
 
 
+_memmove = ctypes.memmove
+
+DEFAULTS: dict[str, Any] = {"connect_timeout": 20.0, "close_timeout": 5.0}
+"""Configuration of every rank, unless a test gives another."""
+
+
 class MemoryStore:
     """Keys to bytes, shared by the ranks of one hub."""
 
@@ -139,7 +145,7 @@ class Hub:
         if source.tensor.numel() > target.tensor.numel():
             self.violations.append("a message is larger than the buffer of its receive")
             return
-        ctypes.memmove(target.tensor.data_ptr(), source.tensor.data_ptr(), source.tensor.numel())
+        _memmove(target.tensor.data_ptr(), source.tensor.data_ptr(), source.tensor.numel())
         source.done.set()
         target.done.set()
 
@@ -257,7 +263,7 @@ def connect_rank(
         for key in ("retention", "reaping")
         if not isinstance(settings.get(key, ""), str)
     }
-    config = CommConfig(**{"connect_timeout": 20.0, "close_timeout": 5.0, **settings})
+    config = CommConfig(**{**DEFAULTS, **settings})
     return connect_world(
         World(rank, hub.size, hub.store, config.connect_timeout),
         LoadedBackend(LocalBackend(hub, semantics or hub.semantics), "tests", ""),

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from frames import messages, outgoing
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,12 +21,12 @@ from commlayer.wire.frame import (
     WIRE_VERSION,
     Body,
     Kind,
-    Outgoing,
     Placement,
     Prefix,
     capacity,
     decode_body,
     decode_prefix,
+    encode_prefix,
 )
 from commlayer.wire.tensors import Limits, TensorMeta, as_bytes, from_meta
 
@@ -33,15 +34,13 @@ WHERE = "receive from rank 1"
 INLINE = 256
 
 
-def received(
-    messages: list[Tensor], inline_bytes: int = INLINE
-) -> tuple[Prefix, Body, list[bytes]]:
-    """Read `messages` as a receive lane does; also returns the bytes of every tensor."""
-    queue = [bytes(message.tolist()) for message in messages]
+def received(native: list[Tensor], inline_bytes: int = INLINE) -> tuple[Prefix, Body, list[bytes]]:
+    """Read `native` messages as a receive lane does; also returns the bytes of every tensor."""
+    queue = [bytes(message.tolist()) for message in native]
     assert len(queue[0]) <= capacity(inline_bytes)
     head = memoryview(bytearray(queue.pop(0).ljust(capacity(inline_bytes), b"\xaa")))
     prefix = decode_prefix(head, Limits(), WHERE)
-    end = PREFIX_BYTES + prefix.body
+    end = PREFIX_BYTES if prefix.long else PREFIX_BYTES + prefix.body
     data = memoryview(queue.pop(0)) if prefix.long else head[PREFIX_BYTES:end]
     body = decode_body(prefix, data, Limits(), WHERE)
     inline = head[end : end + prefix.inline]
@@ -83,42 +82,50 @@ def test_round_trip(
     step: int,
     sequence: int,
 ) -> None:
-    outgoing = Outgoing(kind, tensors, value, inline_bytes, step)
-    messages = outgoing.messages(sequence)
-    prefix, body, contents = received(messages, inline_bytes)
-    assert (prefix.kind, prefix.sequence) == (kind, sequence)
-    assert (body.step, body.value) == (step, value)
+    native = messages(kind, tensors, value, inline_bytes, sequence, step)
+    prefix, body, contents = received(native, inline_bytes)
+    assert (prefix.kind, prefix.sequence, prefix.step) == (kind, sequence, step)
+    assert body.value == value
     assert [meta.shape for meta in body.tensors] == [tuple(t.shape) for t in tensors]
     assert contents == [bytes(as_bytes(t).tolist()) for t in tensors]
-    assert outgoing.nbytes == sum(message.numel() for message in messages)
 
 
 def test_small_tensors_travel_inside_the_header_and_large_ones_in_their_own_memory() -> None:
     small, large = torch.ones(4), torch.ones(INLINE)
-    messages = Outgoing(Kind.TENSOR_DICT, [small, large, torch.empty(0)], b"", INLINE).messages(0)
-    assert len(messages) == 2
-    assert messages[1].data_ptr() == large.data_ptr()
-    _, body, _ = received(messages)
+    native = messages(Kind.TENSOR_DICT, [small, large, torch.empty(0)], b"", INLINE)
+    assert len(native) == 2
+    assert native[1].data_ptr() == large.data_ptr()
+    _, body, _ = received(native)
     assert list(body.placements) == [Placement.INLINE, Placement.MESSAGE, Placement.EMPTY]
 
 
-def test_a_long_header_travels_in_two_messages_and_takes_nothing_inline() -> None:
-    messages = Outgoing(Kind.OBJECT, [torch.ones(4)], bytes(5000), INLINE).messages(0)
-    assert messages[0].numel() == PREFIX_BYTES
-    assert len(messages) == 3
-    _, body, _ = received(messages)
-    assert list(body.placements) == [Placement.MESSAGE]
+def test_a_long_body_is_a_message_of_its_own_and_moves_no_inline_tensor() -> None:
+    native = messages(Kind.OBJECT, [torch.ones(4)], bytes(5000), INLINE)
+    assert [message.numel() for message in native[:1]] == [PREFIX_BYTES + 16]
+    assert len(native) == 2
+    _, body, contents = received(native)
+    assert list(body.placements) == [Placement.INLINE]
+    assert contents == [bytes(as_bytes(torch.ones(4)).tolist())]
 
 
 def test_one_message_is_stamped_for_several_lanes() -> None:
-    outgoing = Outgoing(Kind.TENSOR, [torch.ones(4)], b"", INLINE)
-    first, second = outgoing.messages(1), outgoing.messages(2)
-    assert [received(m)[0].sequence for m in (first, second)] == [1, 2]
+    out = outgoing(Kind.TENSOR, [torch.ones(4)], b"", INLINE)
+    heads = [out.head(sequence, slot=0)[0] for sequence in (1, 2)]
+    assert [received([head])[0].sequence for head in heads] == [1, 2]
+
+
+def test_a_message_that_names_its_schema_has_no_body_or_the_value_alone() -> None:
+    out = outgoing(Kind.OBJECT, [torch.ones(4)], b"value", INLINE)
+    for value, length in ((False, 0), (True, 5)):
+        head, _ = out.head(0, 3, named=True, value=value, slot=0)
+        view = memoryview(bytearray(bytes(head.tolist()).ljust(capacity(INLINE))))
+        prefix = decode_prefix(view, Limits(), WHERE)
+        assert (prefix.schema, prefix.body, prefix.inline) == (3, length, 16)
 
 
 # What must not be accepted
 
-PREFIX = struct.Struct("<3sBBBxxQIIIxxxx")
+PREFIX = struct.Struct("<3sBBBBxQqIII")
 META = TensorMeta("float32", (3,), "cpu")
 
 
@@ -128,12 +135,21 @@ def head(body: bytes = b"", /, **changed: Any) -> memoryview:
         "version": WIRE_VERSION,
         "kind": int(Kind.TENSOR),
         "flags": 0,
+        "slot": 0,
         "sequence": 0,
+        "step": -1,
+        "schema": 0,
         "body": len(body),
         "inline": 0,
-        "checksum": zlib.crc32(body),
     } | changed
-    return memoryview(PREFIX.pack(*fields.values()).ljust(capacity(INLINE), b"\x00"))
+    prefix = PREFIX.pack(*fields.values())
+    checksum = struct.pack("<I", zlib.crc32(body, zlib.crc32(prefix)))
+    return memoryview((prefix + checksum).ljust(capacity(INLINE), b"\x00"))
+
+
+def test_the_prefix_is_as_documented() -> None:
+    written = encode_prefix(Kind.TENSOR, 0, 0, 0, -1, 0, b"body", 0)
+    assert written == bytes(head(b"body")[:PREFIX_BYTES])
 
 
 @pytest.mark.parametrize(
@@ -144,13 +160,17 @@ def head(body: bytes = b"", /, **changed: Any) -> memoryview:
         ({"version": 0}, "wire version 0"),
         ({"kind": 0}, "unknown kind 0"),
         ({"kind": 99}, "unknown kind 99"),
-        ({"flags": 2}, "unknown flags 0x2"),
+        ({"flags": 8}, "unknown flags 0x8"),
+        ({"flags": 2}, "schema 0 of"),
+        ({"schema": 2**32 - 1}, "schema 4294967295 of"),
+        ({"slot": 8, "schema": 1}, "payload slot 8"),
+        ({"slot": 2}, "payload slot 2"),
         ({"flags": 0xFF}, "unknown flags"),
         ({"body": 2**32 - 1}, "exceeds max_header_bytes"),
         ({"body": 2**32 - 1, "flags": 1}, "exceeds max_header_bytes"),
         ({"inline": 2**32 - 1}, "do not fit"),
         ({"body": capacity(INLINE) - PREFIX_BYTES, "inline": 1}, "do not fit"),
-        ({"flags": 1, "inline": 1}, "do not fit"),
+        ({"flags": 1, "inline": capacity(INLINE) - PREFIX_BYTES + 1}, "do not fit"),
     ],
 )
 def test_a_malformed_prefix_is_refused(changed: dict[str, Any], cause: str) -> None:
@@ -163,7 +183,7 @@ def test_a_malformed_prefix_is_refused(changed: dict[str, Any], cause: str) -> N
 def body(*tensors: Any, placements: bytes | None = None, **changed: Any) -> bytes:
     if placements is None:
         placements = bytes([Placement.MESSAGE] * len(tensors))
-    fields = {"tensors": tensors, "placements": placements, "step": -1, "value": b"", "at_most": -1}
+    fields = {"tensors": tensors, "placements": placements, "at_most": -1, "value": b""}
     return msgspec.msgpack.encode(tuple((fields | changed).values()))
 
 
@@ -175,10 +195,10 @@ BAD_BODIES = {
     "nothing": b"",
     "garbage": b"\xc1garbage",
     "not an array": msgspec.msgpack.encode({"tensors": []}),
-    "too many fields": msgspec.msgpack.encode(((), b"", -1, b"", -1, 1)),
+    "too many fields": msgspec.msgpack.encode(((), b"", -1, b"", 1)),
     "trailing bytes": body() + b"\x00",
-    "wrong type of step": body(step="0"),
-    "step beyond 64 bits": body(step=1.5),
+    "wrong type of size": body(at_most="0"),
+    "fractional size": body(at_most=1.5),
     "placements missing": body(meta(), placements=b""),
     "placements in excess": body(placements=b"\x02"),
     "unknown placement": body(meta(), placements=b"\x05"),
@@ -258,6 +278,15 @@ def test_damage_anywhere_in_the_body_is_noticed() -> None:
             decode_body(prefix, memoryview(data), Limits(), WHERE)
         data[index] ^= 1
     decode_body(prefix, memoryview(data), Limits(), WHERE)
+
+
+def test_damage_anywhere_in_the_prefix_is_noticed() -> None:
+    data = body(meta())
+    for index in range(PREFIX_BYTES):
+        damaged = bytearray(head(data))
+        damaged[index] ^= 1
+        with pytest.raises(CommError):
+            decode_body(decode_prefix(memoryview(damaged), Limits(), WHERE), data, Limits(), WHERE)
 
 
 @given(data=st.binary(max_size=200), honest=st.booleans())

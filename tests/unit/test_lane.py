@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from frames import messages
 from local import SERIALIZED, WAITED, Hub, Work, connect_rank, connected, on_every_rank
 from msgspec.structs import replace
 from torch import Tensor
@@ -16,7 +17,7 @@ from commlayer.communicator import Communicator
 from commlayer.errors import CommError, ErrorKind
 from commlayer.semantics import Order, PostMayBlock, Semantics
 from commlayer.wire.control import Bye, LaneBroken, encode_control
-from commlayer.wire.frame import Kind, Outgoing, capacity
+from commlayer.wire.frame import LOOSE, Kind, capacity
 from commlayer.wire.tags import BROADCAST, CONTROL_LANE, OBJECTS, TagMap
 from commlayer.wire.tensors import Limits
 from commlayer.wire.values import pack
@@ -131,8 +132,10 @@ class Intruder:
         self.hub = hub
         self.kept: list[Work] = []
 
-    def send(self, message: bytes, tag: str = OBJECTS, channel: str = "data") -> None:
-        native = TagMap(()).native(channel, tag)
+    def send(
+        self, message: bytes, tag: str = OBJECTS, channel: str = "data", slot: int = 0
+    ) -> None:
+        native = TagMap.payload(TagMap(()).native(channel, tag), slot)
         tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         self.kept.append(self.hub.post("send", 1, 0, native, tensor))
 
@@ -140,8 +143,8 @@ class Intruder:
         self, value: Any, sequence: int = 0, kind: Kind = Kind.OBJECT, **limits: Any
     ) -> list[bytes]:
         packed, tensors = pack(value, Limits(**limits), "")
-        messages = Outgoing(kind, tensors, packed, INLINE).messages(sequence)
-        return [bytes(message.tolist()) for message in messages]
+        native = messages(kind, tensors, packed, INLINE, sequence)
+        return [bytes(message.tolist()) for message in native]
 
 
 def first(messages: list[bytes]) -> bytes:
@@ -157,27 +160,27 @@ BAD_MESSAGES: dict[str, Callable[[Intruder], list[bytes]]] = {
     "zeros": lambda i: [bytes(64)],
     "one byte": lambda i: [b"C"],
     "truncated header": lambda i: [first(i.frame("x" * 500))[:200]],
-    "header without its body": lambda i: [first(i.frame("x" * 500))[:32]],
+    "header without its body": lambda i: [first(i.frame("x" * 500))[:40]],
     "damaged body": lambda i: [patched(first(i.frame("x" * 500)), 100, b"?")],
     "future version": lambda i: [patched(first(i.frame(1)), 3, b"\x63")],
     "unknown kind": lambda i: [patched(first(i.frame(1)), 4, b"\x63")],
     "unknown flag": lambda i: [patched(first(i.frame(1)), 5, b"\x80")],
-    "body of four gigabytes": lambda i: [patched(first(i.frame(1)), 16, b"\xff" * 4)],
+    "body of four gigabytes": lambda i: [patched(first(i.frame(1)), 28, b"\xff" * 4)],
     "sequence gap": lambda i: [first(i.frame(1, sequence=1))],
     "sequence in the far future": lambda i: [first(i.frame(1, sequence=2**64 - 1))],
     "long header cut short": lambda i: [i.frame("x" * 5000)[0], i.frame("x" * 5000)[1][:100]],
     "value is no value": lambda i: [
-        bytes(Outgoing(Kind.OBJECT, [], b"\xc1\xc1", INLINE).messages(0)[0].tolist())
+        bytes(messages(Kind.OBJECT, [], b"\xc1\xc1", INLINE)[0].tolist())
     ],
     "tensor message without tensor": lambda i: [first(i.frame(1, kind=Kind.TENSOR))],
     "a tensor nobody has": lambda i: [
-        bytes(Outgoing(Kind.OBJECT, [torch.ones(2)], b"\x91\x01", INLINE).messages(0)[0].tolist())
+        bytes(messages(Kind.OBJECT, [torch.ones(2)], b"\x91\x01", INLINE)[0].tolist())
     ],
     "a million keys": lambda i: i.frame(
         dict.fromkeys(range(1_000_000)), max_items=3_000_000, max_header_bytes=1 << 30
     ),
     "ten thousand levels": lambda i: [
-        bytes(m.tolist()) for m in Outgoing(Kind.OBJECT, [], _levels(10_000), INLINE).messages(0)
+        bytes(m.tolist()) for m in messages(Kind.OBJECT, [], _levels(10_000), INLINE)
     ],
     "pickle": lambda i: [first(i.frame(print, allow_pickle=True))],
 }
@@ -203,8 +206,8 @@ def test_a_bad_message_breaks_its_lane_and_nothing_else(
     with hostile(hub) as (a, b, c):
         handles = [a.irecv_object(1) for _ in range(2)]
         other_lane, other_peer = a.irecv(None, 1), a.irecv_object(2)
-        for message in bad(intruder):
-            intruder.send(message)
+        for index, message in enumerate(bad(intruder)):
+            intruder.send(message, slot=LOOSE if index else 0)
         for handle in handles:
             with pytest.raises(CommError) as caught:
                 handle.wait(30)
@@ -299,7 +302,7 @@ def test_a_terabyte_is_refused_before_its_memory_is_asked_for() -> None:
     with hostile(hub, max_message_bytes=1 << 20) as (a, _):
         handle = a.irecv(None, 1)
         huge = Tensor.expand(torch.empty(1), 1 << 22)
-        message = Outgoing(Kind.TENSOR, [huge.contiguous()], b"", INLINE).messages(0)[0]
+        message = messages(Kind.TENSOR, [huge.contiguous()], b"", INLINE)[0]
         intruder.send(bytes(message.tolist()), tag="0")
         with pytest.raises(CommError, match="max_message_bytes"):
             handle.wait(30)
@@ -308,9 +311,9 @@ def test_a_terabyte_is_refused_before_its_memory_is_asked_for() -> None:
 BAD_CONTROL = {
     "garbage": b"garbage".ljust(64),
     "zeros": bytes(64),
-    "no control message": bytes(Outgoing(Kind.OBJECT, [], b"\x91\x01", 0).messages(0)[0].tolist()),
+    "no control message": bytes(messages(Kind.OBJECT, [], b"\x91\x01", 0)[0].tolist()),
     **{
-        name: bytes(Outgoing(Kind.CONTROL, [], value, 0).messages(0)[0].tolist())
+        name: bytes(messages(Kind.CONTROL, [], value, 0)[0].tolist())
         for name, value in {
             "empty": b"",
             "no msgpack": b"\xc1",
@@ -371,8 +374,8 @@ def test_the_largest_header_that_fits_one_message_does_and_one_more_byte_does_no
     room = capacity(INLINE)
     sizes = {}
     for length in range(1500, 2100):
-        messages = Outgoing(Kind.OBJECT, [], bytes(length), INLINE).messages(0)
-        assert messages[0].numel() <= room
-        sizes[len(messages)] = max(sizes.get(len(messages), 0), messages[0].numel())
+        native = messages(Kind.OBJECT, [], bytes(length), INLINE)
+        assert native[0].numel() <= room
+        sizes[len(native)] = max(sizes.get(len(native), 0), native[0].numel())
     assert sizes[1] == room
     assert set(sizes) == {1, 2}

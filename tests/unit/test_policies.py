@@ -242,7 +242,7 @@ def test_the_argument_beats_the_hook() -> None:
     registry.register(Engine(hooked))
     with connected(registry=registry, retention=argued) as (a, b):
         receive = b.irecv(None, 0)
-        a.send(torch.zeros(3), 1)
+        a.send(torch.zeros(5000), 1)
         receive.wait(30)
     assert (hooked.seen, argued.seen) == (0, 1)
 

@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from local import FUNNELED, SERIALIZED, WAITED, Hub, connect_rank, connected, on_every_rank
+from local import (
+    DEFAULTS,
+    FUNNELED,
+    SERIALIZED,
+    WAITED,
+    Hub,
+    connect_rank,
+    connected,
+    on_every_rank,
+)
 from msgspec.structs import replace
 
 from commlayer.errors import CommError, CommTimeout, ErrorKind
@@ -23,9 +32,12 @@ from commlayer.semantics import (
     Threads,
     WaitBlocks,
 )
-from commlayer.tracking.progress import PollingProgress, WaiterProgress, choose_progress
+from commlayer.tracking.direct import DirectProgress
+from commlayer.tracking.engines import choose_progress
+from commlayer.tracking.polling import PollingProgress
 from commlayer.tracking.reaping import BackgroundReaping
 from commlayer.tracking.runtime import ThreadRuntime
+from commlayer.tracking.waiter import WaiterProgress
 
 COMBINATIONS = [
     Semantics(
@@ -112,15 +124,25 @@ def test_an_unsound_preference_is_refused_when_connecting(
 # Driving
 
 DRIVEN = {
-    "waiter": WAITED,
-    "polling, serialized": SERIALIZED,
-    "polling, multiple": replace(SERIALIZED, threads=Threads.MULTIPLE),
+    "waiter": (WAITED, "safe"),
+    "direct": (WAITED, "direct"),
+    "polling, serialized": (SERIALIZED, "safe"),
+    "polling, multiple": (replace(SERIALIZED, threads=Threads.MULTIPLE), "safe"),
 }
 
 
 @pytest.fixture(params=DRIVEN.values(), ids=DRIVEN)
-def facts(request: pytest.FixtureRequest) -> Semantics:
-    return request.param  # type: ignore[no-any-return]
+def facts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Semantics:
+    semantics, wait_mode = request.param
+    monkeypatch.setitem(DEFAULTS, "wait_mode", wait_mode)
+    return semantics  # type: ignore[no-any-return]
+
+
+def test_direct_waits_are_for_waiters_only() -> None:
+    runtime = ThreadRuntime()
+    assert isinstance(choose_progress("auto", WAITED, runtime, "", direct=True), DirectProgress)
+    polled = choose_progress("auto", SERIALIZED, runtime, "", direct=True)
+    assert isinstance(polled, PollingProgress)
 
 
 def settled(handle: Handle) -> threading.Event:

@@ -1,5 +1,23 @@
 """Scenarios by theme.  Importing this package registers them all."""
 
-from commlayer.sim.scenarios import basic, core, device, device_core, distributed, host, pipeline
+from commlayer.sim.scenarios import (
+    basic,
+    core,
+    device,
+    device_core,
+    distributed,
+    fast_path,
+    host,
+    pipeline,
+)
 
-__all__ = ["basic", "core", "device", "device_core", "distributed", "host", "pipeline"]
+__all__ = [
+    "basic",
+    "core",
+    "device",
+    "device_core",
+    "distributed",
+    "fast_path",
+    "host",
+    "pipeline",
+]

@@ -1,0 +1,254 @@
+"""Messages on their way out: what those of one shape have in common, and one of them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlayer.wire.frame import (
+    DEFINE,
+    LONG,
+    PREFIX_BYTES,
+    VALUE,
+    Body,
+    Kind,
+    Placement,
+    capacity,
+    encode_body,
+    encode_prefix,
+    encode_shape,
+)
+from commlayer.wire.tensors import TensorMeta, as_bytes, meta_of
+
+_MOST_LAYOUTS = 1024
+
+
+class Layout:
+    """What messages of one shape have in common: kind, tensors, and where these travel.
+
+    Compared by identity: a `Layouts` makes each of them once.
+    """
+
+    __slots__ = ("at_most", "header_bytes", "inline", "kind", "nbytes", "payload", "room", "shape")
+
+    def __init__(
+        self,
+        kind: Kind,
+        metas: tuple[TensorMeta, ...],
+        placements: bytes,
+        inline_bytes: int,
+        at_most: int,
+    ) -> None:
+        body = Body(metas, placements, at_most)
+        sizes = [meta.nbytes for meta in metas]
+        self.kind = kind
+        self.at_most = at_most
+        self.room = capacity(inline_bytes)
+        self.shape = encode_shape(metas, placements, at_most)
+        self.inline = body.inline_bytes
+        self.payload = [
+            size
+            for size, place in zip(sizes, placements, strict=True)
+            if place == Placement.MESSAGE
+        ]
+        self.header_bytes = PREFIX_BYTES + len(self.shape)
+        self.nbytes = self.header_bytes + sum(sizes)
+
+
+class Layouts:
+    """Finds the layout of tensors, and makes messages.
+
+    Small tensors travel inside the header while they fit into `inline_bytes`;
+    those that `on_device` names go to the device transport.
+    """
+
+    def __init__(self, inline_bytes: int, on_device: Callable[[Tensor], bool] | None) -> None:
+        self._inline_bytes = inline_bytes
+        self._on_device = on_device
+        self._layouts: OrderedDict[Any, tuple[Layout, bytes]] = OrderedDict()
+        self._flat: OrderedDict[Any, tuple[Layout, bytes, bytes]] = OrderedDict()
+
+    def place(
+        self, kind: Kind, tensors: Sequence[Tensor], at_most: int, reserved: bool
+    ) -> tuple[Layout, bytes]:
+        """The layout of `tensors` (contiguous), and the placement of each.
+
+        With `reserved` the only tensor travels as the message of `at_most` bytes.
+        """
+        key = (kind, at_most, reserved, *((t.dtype, t.shape, t.device) for t in tensors))
+        found = self._layouts.get(key)
+        if found is None:
+            placements = bytes([Placement.RESERVED]) if reserved else self._place(tensors)
+            metas = tuple(meta_of(tensor) for tensor in tensors)
+            found = Layout(kind, metas, placements, self._inline_bytes, at_most), placements
+            _remember(self._layouts, key, found)
+        return found
+
+    def _place(self, tensors: Sequence[Tensor]) -> bytes:
+        room = self._inline_bytes
+        placements = bytearray(len(tensors))
+        for index, tensor in enumerate(tensors):
+            size = tensor.nbytes
+            if size == 0:
+                continue
+            if self._on_device is not None and self._on_device(tensor):
+                placements[index] = Placement.DEVICE
+            elif size <= room:
+                room -= size
+                placements[index] = Placement.INLINE
+            else:
+                placements[index] = Placement.MESSAGE
+        return bytes(placements)
+
+    def flat(
+        self, value: Mapping[str, Any]
+    ) -> tuple[list[Tensor], tuple[Layout, bytes, bytes] | None, Any]:
+        """The tensors of a dict that holds nothing else, ready to be sent, and what is known of it.
+
+        Known is the layout, the placements and the packed value of an equal dict
+        that was `learnt`; the last of the three is the key to learn it by.  The
+        key is ``None`` for a dict that has to be packed.
+        """
+        tensors = list(value.values())
+        if type(value) is not dict:
+            return tensors, None, None
+        parts = []
+        for key, tensor in value.items():
+            if (
+                type(key) is not str
+                or type(tensor) is not Tensor
+                or tensor.layout is not torch.strided
+                or tensor.is_nested
+                or tensor.requires_grad
+                or tensor.is_conj()
+                or tensor.is_neg()
+                or not tensor.is_contiguous()
+                or tensor.device.type != "cpu"
+                or (tensor.data_ptr() == 0 and tensor.numel())
+            ):
+                return tensors, None, None
+            parts.append((tensor.dtype, tensor.shape))
+        if len(set(map(id, tensors))) != len(tensors):
+            return tensors, None, None
+        known_as = (*value, *parts)
+        return tensors, self._flat.get(known_as), known_as
+
+    def learn(self, key: Any, layout: Layout, placements: bytes, packed: bytes) -> None:
+        """Remember what a dict of tensors became, for the next one with the same key."""
+        _remember(self._flat, key, (layout, placements, packed))
+
+
+def _remember(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    known[key] = value
+    if len(known) > _MOST_LAYOUTS:
+        known.popitem(last=False)
+
+
+class Outgoing:
+    """A message, ready to be posted on any number of lanes.
+
+    `payload` are the tensors of `Placement.MESSAGE`, `device_payload` what goes
+    to the device transport, each as bytes.
+    """
+
+    __slots__ = (
+        "_inline",
+        "device_payload",
+        "layout",
+        "nbytes",
+        "payload",
+        "placements",
+        "reserved",
+        "step",
+        "value",
+    )
+
+    def __init__(
+        self,
+        layout: Layout,
+        placements: bytes,
+        tensors: Sequence[Tensor],
+        value: bytes,
+        step: int = -1,
+        reserved: Tensor | None = None,
+    ) -> None:
+        """`tensors` are contiguous; `reserved` is what the only one travels as, if so placed."""
+        self.layout = layout
+        self.placements = placements
+        self.value = value
+        self.step = step
+        self.payload = []
+        self.device_payload = []
+        self.reserved = reserved is not None
+        self._inline = []
+        for tensor, place in zip(tensors, placements, strict=True):
+            if place == 1:
+                self._inline.append(tensor)
+            elif place == 2:
+                self.payload.append(as_bytes(tensor))
+            elif place == 3:
+                self.device_payload.append(as_bytes(tensor))
+        if reserved is not None:
+            self.device_payload.append(reserved)
+        self.nbytes = layout.nbytes + len(value)
+
+    @property
+    def kind(self) -> Kind:
+        return self.layout.kind
+
+    def head(
+        self, sequence: int, schema: int = 0, *, named: bool = False, value: bool = True, slot: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The header message, and its body where that is a message of its own.
+
+        With `schema` the message defines it, or names it if it is `named`; then
+        the body is the value alone, or nothing without `value`.
+        """
+        layout = self.layout
+        if not named:
+            flags = DEFINE if schema else 0
+            body = encode_body(layout.shape, self.value)
+        elif value:
+            flags, body = VALUE, self.value
+        else:
+            flags, body = 0, b""
+        long = PREFIX_BYTES + len(body) + layout.inline > layout.room
+        if long:
+            flags |= LONG
+        prefix = encode_prefix(
+            layout.kind, flags, slot, sequence, self.step, schema, body, layout.inline
+        )
+        head = prefix if long else prefix + body
+        return (
+            self._with_inline(head) if layout.inline else _tensor_of(head),
+            _tensor_of(body) if long else None,
+        )
+
+    def _with_inline(self, head: bytes) -> Tensor:
+        """A tensor of `head` and the inline tensors behind it."""
+        at = len(head)
+        message = torch.empty((at + self.layout.inline,), dtype=torch.uint8, device="cpu")
+        address = message.data_ptr()
+        ctypes.memmove(address, head, at)
+        for tensor in self._inline:
+            size = tensor.nbytes
+            ctypes.memmove(address + at, tensor.data_ptr(), size)
+            at += size
+        return message
+
+
+def _tensor_of(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def plain(kind: Kind, value: bytes = b"") -> Outgoing:
+    """A message without tensors."""
+    return Outgoing(_PLAIN[kind], b"", (), value)
+
+
+_PLAIN = {kind: Layout(kind, (), b"", 0, -1) for kind in (Kind.CONTROL, Kind.GOODBYE)}

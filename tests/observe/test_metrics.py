@@ -1,0 +1,147 @@
+"""Figures in the registry of prometheus-client."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from unit.local import Hub, connected
+
+from commlayer import CommError, Communicator, ErrorKind
+from commlayer.observe.metrics import BUCKETS, Histogram
+
+prometheus = pytest.importorskip("prometheus_client", reason="the extra `metrics` is missing")
+
+LARGE = 1 << 16
+
+
+def value(name: str, comm: Communicator, **labels: str) -> float | None:
+    """A sample of `comm` in the default registry; ``None`` if there is none."""
+    fixed = {"connection": "commlayer", "rank": str(comm.rank), "backend": "local"}
+    found: float | None = prometheus.REGISTRY.get_sample_value(name, {**fixed, **labels})
+    return found
+
+
+def to(peer: int, direction: str, channel: str = "data") -> dict[str, str]:
+    return {"peer": str(peer), "direction": direction, "channel": channel}
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Communicator, Communicator]]:
+    with connected(2, metrics=True) as (a, b):
+        yield a, b
+
+
+def test_what_is_complete(pair: tuple[Communicator, Communicator]) -> None:
+    a, b = pair
+    for size in (4, LARGE):
+        handle = a.isend(torch.ones(size, dtype=torch.uint8), 1)
+        b.recv(None, 0)
+        handle.wait(20)
+    sent, received = to(1, "send"), to(0, "recv")
+    assert value("commlayer_operations_completed_total", a, **sent) == 2
+    assert value("commlayer_operations_completed_total", b, **received) == 2
+    moved = value("commlayer_bytes_completed_total", a, **sent)
+    assert moved is not None
+    assert LARGE < moved < LARGE + 1000
+    assert value("commlayer_reap_seconds_count", a, **sent) == 2
+    assert value("commlayer_reap_seconds_bucket", a, le="+Inf", **sent) == 2
+    assert value("commlayer_operations_in_flight", a, **sent) is None
+    assert value("commlayer_retained_bytes", a) == 0
+    assert value("commlayer_peers_lost", a) == value("commlayer_stalls_total", a) == 0
+
+
+def test_what_is_in_flight(pair: tuple[Communicator, Communicator]) -> None:
+    a, b = pair
+    handles = [a.isend(torch.ones(LARGE, dtype=torch.uint8), 1) for _ in range(3)]
+    receive = a.irecv_object(1)
+    sent = to(1, "send")
+    assert value("commlayer_operations_in_flight", a, **sent) == 3
+    assert value("commlayer_operations_in_flight", a, **to(1, "recv")) == 1
+    held = value("commlayer_bytes_in_flight", a, **sent)
+    assert held is not None
+    assert held >= 3 * LARGE
+    assert value("commlayer_retained_bytes", a) == held
+    age = value("commlayer_oldest_operation_seconds", a, **sent)
+    assert age is not None
+    assert age > 0
+    for _ in handles:
+        b.recv(None, 0)
+    b.send_object(1, 0)
+    receive.wait(20)
+    a.drain(20)
+    assert value("commlayer_operations_in_flight", a, **sent) is None
+    assert value("commlayer_operations_completed_total", a, **sent) == 3
+
+
+def test_waits_are_counted_on_both_ends(pair: tuple[Communicator, Communicator]) -> None:
+    a, b = pair
+    receive = a.irecv_object(1)
+    with pytest.raises(CommError):
+        receive.wait(0.05)
+    waited = value("commlayer_wait_seconds_sum", a, **to(1, "recv"))
+    assert waited is not None
+    assert waited >= 0.04
+    assert value("commlayer_wait_seconds_count", a, **to(1, "recv")) == 1
+    b.send_object(1, 0)
+    receive.wait(20)
+
+
+def test_failures_by_kind_and_lost_peers() -> None:
+    hub = Hub(2)
+    with connected(hub=hub, metrics=True) as (a, b):
+        a.isend_object("x", 1)
+        b.recv_object(0)
+        receive = a.irecv_object(1)
+        hub.kill(1)
+        with pytest.raises(CommError):
+            receive.wait(20)
+        failed = value("commlayer_operations_failed_total", a, kind="peer_lost", **to(1, "recv"))
+        assert failed == 1
+        assert value("commlayer_peers_lost", a) == 1
+
+
+def test_a_closed_connection_leaves_the_registry() -> None:
+    with connected(2, metrics=True) as (a, _):
+        assert value("commlayer_stalls_total", a) == 0
+    assert value("commlayer_stalls_total", a) is None
+    exposed = prometheus.generate_latest().decode()
+    assert "commlayer_stalls_total" in exposed
+
+
+def test_connections_of_one_process_share_families(
+    pair: tuple[Communicator, Communicator],
+) -> None:
+    exposed = prometheus.generate_latest().decode().splitlines()
+    assert sum(line.startswith("# TYPE commlayer_retained_bytes") for line in exposed) == 1
+    assert sum(line.startswith("commlayer_retained_bytes{") for line in exposed) == 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "place"), [(0.0, 0), (1e-4, 0), (1.1e-4, 1), (99.0, len(BUCKETS))]
+)
+def test_buckets_hold_what_is_at_most_their_bound(seconds: float, place: int) -> None:
+    histogram = Histogram()
+    histogram.observe(seconds)
+    assert histogram.counts.index(1) == place
+    assert histogram.sum == seconds
+
+
+def test_without_the_package_the_error_says_what_to_install() -> None:
+    program = """
+import sys
+sys.modules["prometheus_client"] = None
+from unit.local import Hub, connect_rank
+connect_rank(Hub(1), 0, metrics=True)
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}{program}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "pip install 'commlayer[metrics]'" in said.stderr
+    assert ErrorKind.UNSUPPORTED.value in said.stderr.lower() or "not installed" in said.stderr

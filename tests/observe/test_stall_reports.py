@@ -1,0 +1,306 @@
+"""C5, C6, C10 and cycles, on real processes: reported on every rank, with the facts that matter."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import here
+from ranks.pool import Ranks, collect
+
+from commlayer import Communicator
+from commlayer.observe.report import Case, Report
+
+LIMIT = 0.4
+LARGE = 1 << 18
+
+
+def connect() -> tuple[Communicator, Callable[[], Report]]:
+    """A communicator that reports soon, and what waits for its first report."""
+    came = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "commlayer report" in record.getMessage() and record.levelno == logging.WARNING:
+                came.set()
+
+    logging.getLogger("commlayer").addHandler(Handler())
+    comm = here.connect(stall_timeout=LIMIT, record_sites=True)
+
+    def reported() -> Report:
+        assert came.wait(60)
+        assert comm.last_report is not None
+        return comm.last_report
+
+    return comm, reported
+
+
+def end(comm: Communicator) -> None:
+    """Leave without what is stuck."""
+    here.meet("reported")
+    os._exit(0)
+
+
+def line_of(text: str) -> str:
+    """``file:line`` of the only line of this file that contains `text`."""
+    with open(__file__) as file:
+        (number,) = [n for n, line in enumerate(file, 1) if text in line and "line_of" not in line]
+    return f"{__file__}:{number}"
+
+
+def in_background(function: Callable[[], object]) -> None:
+    threading.Thread(target=function, daemon=True).start()
+
+
+def both_receive() -> None:
+    comm, reported = connect()
+    in_background(lambda: comm.recv_object(1 - comm.rank))
+    here.say(reported())
+    end(comm)
+
+
+def reports_of(ranks: Ranks, function: Callable[..., None], size: int = 2) -> list[Report]:
+    processes = ranks.spawn(function, size)
+    return [process.hear() for process in processes]
+
+
+def test_two_ranks_that_both_receive_are_a_cycle(ranks: Ranks) -> None:
+    for rank, report in enumerate(reports_of(ranks, both_receive)):
+        assert report.rank == rank
+        assert report.case is Case.CYCLE
+        assert report.cycles == ((0, 1),)
+        text = str(report)
+        assert "ranks 0 and 1 wait for each other" in text
+        site = line_of("in_background(lambda: comm.recv_object(1")
+        for mine, peer in ((0, 1), (1, 0)):
+            wait = next(w for w in report.waits if w.rank == mine)
+            assert wait.peer == peer
+            assert wait.missing == "post"
+            assert wait.operation.age >= LIMIT / 2
+            assert f"rank {mine} has waited {wait.operation.age:.1f} s for irecv_object" in text
+        assert text.count(f"posted at {site}") >= 2
+
+
+def three_send_first() -> None:
+    comm, reported = connect()
+    after, before = (comm.rank + 1) % 3, (comm.rank - 1) % 3
+
+    def body() -> None:
+        comm.send(torch.ones(LARGE), after)
+        comm.recv(None, before)
+
+    in_background(body)
+    here.say(reported())
+    end(comm)
+
+
+def test_three_ranks_that_all_send_and_wait_are_a_cycle(ranks: Ranks) -> None:
+    for report in reports_of(ranks, three_send_first, 3):
+        assert report.case is Case.CYCLE
+        assert report.cycles == ((0, 1, 2),)
+        assert {w.operation.kind for w in report.waits} == {"isend"}
+        assert all(w.operation.nbytes >= 4 * LARGE for w in report.waits)
+
+
+def one_skips_a_broadcast(waiting: int, large: bool) -> None:
+    comm, reported = connect()
+    for step in range(3):
+        comm.broadcast_object(step, 0)
+
+    def body() -> None:
+        if comm.rank == waiting:
+            comm.broadcast(torch.ones(LARGE if large else 1), 0)
+        comm.recv_object(1 - comm.rank)
+
+    in_background(body)
+    here.say(reported())
+    end(comm)
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["inline", "large"])
+@pytest.mark.parametrize("waiting", [0, 1], ids=["sent", "received"])
+def test_a_broadcast_that_one_rank_skips(ranks: Ranks, waiting: int, large: bool) -> None:
+    """C5, C6: rank `waiting` is one broadcast ahead, as the source or as a receiver."""
+    processes = ranks.spawn(one_skips_a_broadcast, 2, waiting, large)
+    for report in [process.hear() for process in processes]:
+        assert report.case is Case.BROADCAST_MISMATCH
+        assert set(report.findings[0].ranks) == {0, 1}
+        counts = [3, 3]
+        counts[waiting] += 1
+        text = str(report)
+        assert f"rank 0 has called {counts[0]}, rank 1 has called {counts[1]}" in text
+        details = " ".join(report.findings[0].details)
+        if waiting == 1 or large:
+            assert f"rank {waiting} has waited" in details
+            assert "broadcast 3 of the channel" in details
+        else:
+            assert "rank 1 has not asked for 1 message of rank 0 (channel broadcast" in details
+
+
+def different_sources() -> None:
+    comm, reported = connect()
+    in_background(lambda: comm.broadcast_object(None, 1 - comm.rank))
+    here.say(reported())
+    end(comm)
+
+
+def test_ranks_that_name_different_sources(ranks: Ranks) -> None:
+    for report in reports_of(ranks, different_sources):
+        assert Case.BROADCAST_SOURCE in {finding.case for finding in report.findings}
+        assert "name different sources for broadcast 0" in str(report)
+
+
+def different_calls() -> None:
+    comm, reported = connect()
+    if comm.rank == 0:
+        comm.isend_object("greeting", 1)
+    in_background(lambda: comm.recv(None, 1 - comm.rank))
+    here.say(reported())
+    end(comm)
+
+
+def test_a_message_that_waits_on_another_lane(ranks: Ranks) -> None:
+    for report in reports_of(ranks, different_calls):
+        assert report.case is Case.WRONG_LANE
+        details = " ".join(report.findings[0].details)
+        assert re.search(r"rank 1 .* irecv from rank 0 \(channel data, tag 0,", details)
+        assert re.search(r"rank 0 .* isend_object to rank 1 \(channel data, tag objects", details)
+
+
+def a_foreign_barrier() -> None:
+    dist.init_process_group("gloo", store=here.store(), rank=here.rank(), world_size=2)
+    comm, reported = connect()
+    if comm.rank == 0:
+        in_background(lambda: dist.barrier())
+    else:
+        in_background(lambda: comm.recv_object(0))
+    here.say(reported())
+    end(comm)
+
+
+def test_a_call_of_torch_distributed_that_holds_a_rank_up(ranks: Ranks) -> None:
+    for report in reports_of(ranks, a_foreign_barrier):
+        assert report.case is Case.FOREIGN_CALL
+        site = line_of("in_background(lambda: dist.barrier())")
+        assert f"barrier() at {site}" in report.findings[0].text
+        assert "rank 1 has waited" in report.findings[0].details[0]
+
+
+def a_stopped_peer() -> None:
+    comm, reported = connect()
+    if comm.rank == 1:
+        here.say("ready")
+        comm.send_object("late", 0)
+        here.hear()
+    else:
+        here.hear()
+        handle = comm.irecv_object(1)
+        in_background(lambda: handle.wait())
+        here.say(reported())
+        assert handle.result(20) == "late"
+        here.say("received")
+        here.hear()
+    comm.close()
+
+
+def test_a_peer_that_stops_is_named_and_goes_on(ranks: Ranks) -> None:
+    """C10."""
+    processes = ranks.spawn(a_stopped_peer, 2)
+    assert processes[1].hear() == "ready"
+    processes[1].signal(signal.SIGSTOP)
+    processes[0].say("stopped")
+    report = processes[0].hear()
+    assert report.case is Case.PEER_SILENT
+    assert report.silent == (1,)
+    text = str(report)
+    assert "rank 1 does not answer" in text
+    assert "rank 0 has waited" in text
+    assert "no answer from rank 1" in text
+    processes[1].signal(signal.SIGCONT)
+    assert processes[0].hear() == "received"
+    for process in processes:
+        process.say("end")
+    collect(processes)
+
+
+def at_the_bound() -> None:
+    came = threading.Event()
+    comm = here.connect(stall_timeout=LIMIT, max_inflight_ops=1)
+    if comm.rank == 0:
+
+        def body() -> None:
+            comm.isend(torch.ones(LARGE), 1)
+            comm.isend(torch.ones(LARGE), 1)
+
+        in_background(body)
+        report = comm.report()
+        while cases(report) != {Case.BOUND_REACHED, Case.NEVER_RECEIVED}:
+            came.wait(0.1)
+            report = comm.report()
+        here.say(str(report))
+    end(comm)
+
+
+def cases(report: Report) -> set[Case]:
+    return {finding.case for finding in report.findings}
+
+
+def test_a_thread_at_the_bound(ranks: Ranks) -> None:
+    text = ranks.spawn(at_the_bound, 2)[0].hear()
+    assert "rank 1 has not asked for what rank 0 sends" in text
+    assert "rank 0 waits for room under the bounds, in 1 thread" in text
+
+
+def on_a_signal() -> None:
+    seen = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: seen.append(number))
+    comm = here.connect(report_signal="SIGUSR2", stall_timeout=0)
+    came = threading.Event()
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            came.set()
+
+    logging.getLogger("commlayer").addHandler(Handler())
+    if comm.rank == 0:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert came.wait(60)
+        assert seen == [signal.SIGUSR2]
+        report = comm.last_report
+        assert report is not None
+        assert "a signal asks for it" in str(report)
+        assert "nothing has waited" in str(report)
+    here.meet("signalled")
+    comm.close()
+    before = signal.getsignal(signal.SIGUSR2)
+    assert callable(before)
+    before(0, None)
+    assert seen[-1] == 0
+
+
+def test_a_signal_asks_for_a_report_and_reaches_the_handler_before(ranks: Ranks) -> None:
+    ranks.run(on_a_signal, 2)
+
+
+def an_idle_engine() -> Report:
+    comm, reported = connect()
+    handle = comm.irecv_object(1 - comm.rank)
+    report = reported()
+    here.meet("reported")
+    comm.send_object("work", 1 - comm.rank)
+    assert handle.result(20) == "work"
+    comm.close()
+    return report
+
+
+def test_receives_posted_ahead_that_nobody_waits_for(ranks: Ranks) -> None:
+    for report in ranks.run(an_idle_engine, 2):
+        assert cases(report) == {Case.IDLE}
+        assert report.findings[0].text.endswith("and no thread waits for it")
