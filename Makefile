@@ -5,6 +5,7 @@ PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
 HOSTS_ARGS ?=
 BENCH_ARGS ?=
+WHEELS_ARGS ?=
 BENCH ?= $(BIN)/commlayer
 VLLM_VENV ?= .venv-vllm
 VLLM_ARGS ?=
@@ -18,7 +19,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 EDITABLE_PLUGINS := $(PLUGINS:%=-e %)
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-sim test-mutants test-gpu test-hosts certificates lint format demo bench performance test-vllm bench-vllm clean
+.PHONY: help test test-sim test-mutants test-gpu test-hosts certificates lint format docs wheels test-wheels demo bench performance test-vllm bench-vllm clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -27,8 +28,8 @@ help:  ## List the targets
 test: $(VENV)/.development  ## Run the tests (PYTEST_ARGS="-n 2 -k name")
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-sim: $(VENV)/.development  ## Explore every simulated scenario longer (SIM_BUDGET=2000)
-	SIM_BUDGET=$(or $(SIM_BUDGET),2000) $(BIN)/python -m pytest --timeout 3600 tests/sim $(PYTEST_ARGS)
+test-sim: $(VENV)/.development  ## Explore every simulated scenario longer (SIM_BUDGET=200)
+	SIM_BUDGET=$(or $(SIM_BUDGET),200) $(BIN)/python -m pytest --timeout 3600 tests/sim $(PYTEST_ARGS)
 
 test-mutants: $(VENV)/.development  ## Run every mutant backend, and the honest ones under every rule
 	MUTANTS=all $(BIN)/python -m pytest tests/conformance/test_kill_matrix.py $(PYTEST_ARGS)
@@ -55,6 +56,15 @@ format: $(VENV)/.development  ## Format the sources
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
 
+docs: $(VENV)/.docs  ## Build the site into build/docs; Python 3.11 or newer
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+
+wheels: $(VENV)/.release  ## Build every distribution into dist
+	$(BIN)/python tests/packaging/run.py --build-only
+
+test-wheels: $(VENV)/.release  ## Build, install the wheels alone into a new environment, use them
+	$(BIN)/python tests/packaging/run.py $(WHEELS_ARGS)
+
 demo: $(VENV)/.demo  ## Run a language model over two processes (DEMO_ARGS="--stages 3")
 	$(BIN)/commlayer demo $(DEMO_ARGS)
 
@@ -77,6 +87,16 @@ $(BIN)/python:
 $(VENV)/.development: $(REQUIREMENTS) | $(BIN)/python
 	@echo "Installing what tests and checks need into $(VENV)"
 	$(PIP_INSTALL) -e '.[test,lint]' $(EDITABLE_PLUGINS)
+	@touch $@
+
+$(VENV)/.docs: $(REQUIREMENTS) | $(BIN)/python
+	@echo "Installing what the documentation needs into $(VENV)"
+	$(PIP_INSTALL) -e '.[docs]' $(EDITABLE_PLUGINS)
+	@touch $@
+
+$(VENV)/.release: $(REQUIREMENTS) | $(BIN)/python
+	@echo "Installing what building a release needs into $(VENV)"
+	$(PIP_INSTALL) -e '.[release]'
 	@touch $@
 
 $(VENV)/.demo: $(REQUIREMENTS) | $(BIN)/python
