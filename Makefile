@@ -77,6 +77,12 @@ performance: $(VENV)/.bench  ## Measure anew for docs/performance.md; wants a qu
 	$(BIN)/commlayer bench --show docs/performance/results.json --plots docs/performance >/dev/null
 	$(BIN)/python docs/performance/make.py
 
+test-vllm: $(VLLM_VENV)/.installed  ## Test inside vLLM, in an environment of its own (VLLM_ARGS="-k worker")
+	$(VLLM_BIN)/python -m pytest tests/vllm_engine $(VLLM_ARGS)
+
+bench-vllm: $(VLLM_VENV)/.installed  ## Compare with the stock vLLM (VLLM_ARGS="--only coordinator")
+	$(VLLM_BIN)/python tests/vllm_engine/bench.py $(VLLM_ARGS)
+
 clean:  ## Remove caches and build results; keeps the virtual environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find commlayer plugins tests -name __pycache__ -prune -exec rm -rf {} +
@@ -112,7 +118,7 @@ $(VENV)/.bench: $(REQUIREMENTS) | $(BIN)/python
 
 VLLM_PLUGIN := plugins/commlayer-vllm
 
-$(VLLM_VENV)/.installed: $(VLLM_PLUGIN)/constraints.txt $(VLLM_PLUGIN)/pyproject.toml pyproject.toml
+$(VLLM_VENV)/.installed: $(VLLM_PLUGIN)/constraints.txt $(VLLM_PLUGIN)/pyproject.toml
 	@echo "Installing vLLM (3.5 GB) into $(VLLM_VENV)"
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check \

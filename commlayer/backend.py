@@ -29,11 +29,17 @@ PLUGIN_API = 1
 class Store(Protocol):
     """The part of a torch ``Store`` that connecting needs: keys to bytes, shared by all ranks."""
 
-    def set(self, key: str, value: bytes) -> None: ...
+    def set(self, key: str, value: bytes) -> None:
+        """Set `key`; seen by all ranks."""
+        ...
 
-    def get(self, key: str) -> bytes: ...
+    def get(self, key: str) -> bytes:
+        """The value of `key`; waits until it is set."""
+        ...
 
-    def check(self, keys: list[str]) -> bool: ...
+    def check(self, keys: list[str]) -> bool:
+        """Whether all `keys` are set; never waits."""
+        ...
 
 
 @dataclass(frozen=True)

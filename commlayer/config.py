@@ -229,6 +229,8 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError(
                 "peer_timeout must be at least 2, or 0 for off: keepalive counts whole seconds"
             )
+        if len(self.channels) > 1000:
+            raise ValueError(f"at most 1000 channels, got {len(self.channels)}")
         if len(set(self.channels)) != len(self.channels):
             raise ValueError("channels must be named once each")
         if any(not channel or channel.strip() != channel for channel in self.channels):

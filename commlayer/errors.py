@@ -88,28 +88,34 @@ class CommError(RuntimeError):
 
     @property
     def call(self) -> str | None:
+        """The call, such as ``"irecv"``; this and the others are ``None`` where not known."""
         return self.operation.call if isinstance(self.operation, Subject) else None
 
     @property
     def peer(self) -> int | None:
+        """The other rank."""
         return self.operation.peer if isinstance(self.operation, Subject) else None
 
     @property
     def channel(self) -> str | None:
+        """The channel."""
         return (self.operation.channel or None) if isinstance(self.operation, Subject) else None
 
     @property
     def tag(self) -> str | None:
+        """The tag, or the name of one of the library's own lanes."""
         return (self.operation.tag or None) if isinstance(self.operation, Subject) else None
 
     @property
     def sequence(self) -> int | None:
+        """The number of the message in its lane, from 0."""
         if not isinstance(self.operation, Subject) or self.operation.sequence < 0:
             return None
         return self.operation.sequence
 
     @property
     def nbytes(self) -> int | None:
+        """The size of the operation in bytes."""
         return (self.operation.nbytes or None) if isinstance(self.operation, Subject) else None
 
     def again(self) -> CommError:

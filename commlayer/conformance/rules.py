@@ -76,6 +76,7 @@ class Rule:
 
     @property
     def doc(self) -> str:
+        """How it looks, in a line: the docstring of its check."""
         return " ".join((self.check.__doc__ or "").split())
 
     def applies(self, semantics: Semantics) -> bool:

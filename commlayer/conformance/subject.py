@@ -32,6 +32,7 @@ class Subject:
 
     @functools.cached_property
     def registry(self) -> Registry:
+        """The registry that knows the backend."""
         if isinstance(self.backend, str):
             return default_registry()
         registry = Registry(())
@@ -42,6 +43,7 @@ class Subject:
 
     @property
     def name(self) -> str:
+        """The name of the backend."""
         return self.backend if isinstance(self.backend, str) else self.backend.name
 
     @functools.cached_property
@@ -51,6 +53,7 @@ class Subject:
 
     @property
     def semantics(self) -> Semantics:
+        """The facts that the backend declares."""
         return self.loaded.backend.semantics
 
     def rules(self, up_to: Level = Level.L4) -> list[Rule]:

@@ -60,6 +60,7 @@ class BackendConformance:
         cls._bench.close()
 
     def test_rule(self, rule: Rule, record_property: Any) -> None:
+        """One rule, judged; a deviation is expected to fail."""
         verdict = judge(rule, self._bench)
         record_property(PROPERTY, msgspec.json.encode(verdict).decode())
         deviation = self._deviations.get(rule.id)

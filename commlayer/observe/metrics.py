@@ -6,6 +6,7 @@ when a registry is collected, which the host's own endpoint does.
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
@@ -79,10 +80,11 @@ class Metrics:
         self._lock = connection.runtime.lock()
         self._totals: defaultdict[LaneKey, _Totals] = defaultdict(_Totals)
         self.stalls = 0
+        self.process = os.getpid()
         _Collector.the().live.append(self)
 
     def finished(self, span: Span) -> None:
-        with self.lock:
+        with self._lock:
             totals = self._totals[span.lane]
             if span.error:
                 totals.failed[span.error] = totals.failed.get(span.error, 0) + 1
@@ -92,7 +94,7 @@ class Metrics:
             totals.reap.observe(max(0.0, span.released - span.settled))
 
     def waited(self, operation: Operation, since: float, until: float) -> None:
-        with self.lock:
+        with self._lock:
             self._totals[operation.lane].wait.observe(until - since)
 
     def by_flow(self) -> dict[Flow, _Totals]:
@@ -167,7 +169,8 @@ class _Collector:
         )
         stalls = counter("commlayer_stalls", "Stall reports made.", labels=_CONNECTION)
         lost = gauge("commlayer_peers_lost", "Peers dead or unreachable.", labels=_CONNECTION)
-        for metrics in list(self.live):
+        own = [metrics for metrics in self.live if metrics.process == os.getpid()]
+        for metrics in own:  # a fork inherits the others, with locks that nobody will let go
             snapshot = metrics.connection.ledger.snapshot()
             for flow, operations in _by_flow(snapshot.operations).items():
                 labels = (*metrics.labels, *flow)

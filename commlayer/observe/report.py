@@ -90,6 +90,7 @@ class Finding(msgspec.Struct, frozen=True):
 
     @property
     def remedy(self) -> str:
+        """What to do about it."""
         return REMEDIES[self.case]
 
 

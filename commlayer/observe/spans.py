@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from commlayer.tracking.ledger import Observer
 from commlayer.tracking.operation import LaneKey, Operation
+
+logger = logging.getLogger("commlayer")
 
 
 class Span(NamedTuple):
@@ -31,7 +34,10 @@ class Span(NamedTuple):
 
 
 class Sink(Protocol):
-    """Gets what is over.  Called under the ledger's lock: it must be quick and must not raise."""
+    """Gets what is over.  Called under the ledger's lock: it must be quick.
+
+    What it raises is logged.
+    """
 
     def finished(self, span: Span) -> None: ...
 
@@ -87,13 +93,19 @@ class Spans:
     def waited(self, operation: Operation, since: float) -> None:
         until = self._now()
         for sink in self._sinks:
-            sink.waited(operation, since, until)
+            try:
+                sink.waited(operation, since, until)
+            except Exception:
+                logger.exception("commlayer: %s", type(sink).__name__)
 
     def _finish(self, entry: _Open) -> None:
         del self._open[id(entry.operation)]
         span = _span(entry)
         for sink in self._sinks:
-            sink.finished(span)
+            try:
+                sink.finished(span)
+            except Exception:
+                logger.exception("commlayer: %s", type(sink).__name__)
 
     def open(self) -> list[Span]:
         """Operations that are not over yet, as far as they are."""

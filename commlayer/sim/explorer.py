@@ -60,6 +60,7 @@ class Report:
 
     @property
     def per_second(self) -> float:
+        """Schedules per second, pruned ones included."""
         return (self.schedules + self.pruned) / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:

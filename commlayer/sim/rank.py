@@ -30,6 +30,7 @@ class Rank:
 
     @property
     def arena(self) -> Arena:
+        """Device memory of this rank; made at its first use."""
         if self._arena is None:
             self._arena = Arena(self.world, self)
         return self._arena
@@ -41,12 +42,14 @@ class Rank:
 
     @property
     def device(self) -> SimDevice:
+        """The device of this rank: streams, events and kernels."""
         if self._device is None:
             self._device = SimDevice(self.world, self)
         return self._device
 
     @property
     def runtime(self) -> SimRuntime:
+        """Tasks, locks, events and the clock of this rank."""
         return SimRuntime(self.world, self.index)
 
     def endpoint(self, name: str = "data", on: Profile | None = None) -> SimEndpoint:
@@ -58,12 +61,15 @@ class Rank:
         return self.world.spawn(function, f"{self.name} {name}", rank=self.index, daemon=daemon)
 
     def lock(self) -> SimLock:
+        """A lock that tasks of this rank share."""
         return SimLock(self.world)
 
     def event(self, name: str = "event") -> SimEvent:
+        """An event that tasks of this rank share."""
         return SimEvent(self.world, f"{self.name} {name}")
 
     def sleep(self, seconds: float) -> None:
+        """Let virtual seconds pass."""
         self.runtime.sleep(seconds)
 
     @contextmanager
@@ -78,6 +84,7 @@ class Rank:
             task.label = before
 
     def close(self) -> None:
+        """Release what the rank holds outside the world."""
         if self._arena is not None:
             self._arena.close()
         if self._device is not None:

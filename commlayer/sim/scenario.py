@@ -31,6 +31,7 @@ class Scenario:
 
     @property
     def doc(self) -> str:
+        """What it plays: the docstring of its set-up."""
         return (self.setup.__doc__ or "").strip()
 
 

@@ -217,6 +217,7 @@ class World:
     # -- making ---------------------------------------------------------------
 
     def add(self, actor: Actor) -> int:
+        """Let `actor` take part; returns its number."""
         self.actors.append(actor)
         self.created += 1
         return self.created - 1
@@ -343,6 +344,7 @@ class World:
         return self.writes_seen.get(buffer.storage_address, "")
 
     def task_raised(self, task: Task, error: BaseException) -> None:
+        """Note that a task of a rank ended by `error`: the schedule fails."""
         where = error.__traceback__
         lines = []
         while where is not None:
@@ -357,6 +359,7 @@ class World:
         self.fail(kind, what, tuple(lines[-3:]), unwind=False)
 
     def note(self, who: str, what: str, detail: str = "") -> None:
+        """Add a line to the log, if one is kept."""
         if self.log is not None:
             self.log.append((self.steps, self.now, who, what, detail))
 

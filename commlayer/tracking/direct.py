@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-import torch
-
 from commlayer.tracking.operation import Operation
 from commlayer.tracking.progress import Lane, NativeWork, Pause
 from commlayer.tracking.runtime import Runtime
@@ -14,8 +12,9 @@ from commlayer.tracking.waiter import Waiter, WaiterProgress
 _TICK = 0.002
 """Seconds after which a lane that is wanted and that nobody moves is moved in the background."""
 _LONGEST_TICK = 0.05
-_QUIET_TICKS = 100
-"""A lane that nobody wants is looked at so often before it has to be woken."""
+_QUIET_TICKS = 8
+"""A lane that nobody wants is looked at so often, each time after twice as long, before it has to
+be woken."""
 
 
 class _SharedWaiter(Waiter):
@@ -86,18 +85,17 @@ class _SharedWaiter(Waiter):
 
     def _move_until(self, operation: Operation) -> bool:
         """True where the lane waits for an event that is not set."""
-        with torch.inference_mode():
-            while not operation.settled and not self.ended:
-                step = self._step
-                if step is None or type(step) is NativeWork:
-                    del step
-                    self._moves += 1
-                    self._advance()
-                elif type(step) is Pause or step.is_set():  # type: ignore[union-attr]
-                    self._step = None
-                    self._resume()
-                else:
-                    return True
+        while not operation.settled and not self.ended:
+            step = self._step
+            if step is None or type(step) is NativeWork:
+                del step
+                self._moves += 1
+                self._advance()
+            elif type(step) is Pause or step.is_set():  # type: ignore[union-attr]
+                self._step = None
+                self._resume()
+            else:
+                return True
         return False
 
     def _run(self) -> None:
@@ -116,13 +114,12 @@ class _SharedWaiter(Waiter):
             del step
             if not (self._lane.wanted or self._urgent):
                 self._move_if_free()
-                quiet += 1
-                self._idle = quiet > _QUIET_TICKS
+                self._idle = quiet > 1
                 if not (self._idle and self._lane.wanted):
-                    self._nudge.wait(None if self._idle else _TICK)
-                if self._idle:
-                    self._idle, quiet = False, 0
+                    self._nudge.wait(None if quiet > _QUIET_TICKS else _TICK * 2**quiet)
+                self._idle = False
                 self._nudge.clear()
+                quiet += 1
                 continue
             quiet, moves = 0, self._moves
             if not self._urgent:

@@ -17,10 +17,14 @@ class Policy(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What the configuration and refusals call it."""
+        ...
 
     @property
-    def requires(self) -> Mapping[str, Collection[Any]]: ...
+    def requires(self) -> Mapping[str, Collection[Any]]:
+        """Names of facts, each with the values under which the policy is sound."""
+        ...
 
 
 def check_sound(policy: Policy, semantics: Semantics, backend: str) -> None:

@@ -25,7 +25,9 @@ class ReapingPolicy(Policy, Protocol):
     """
 
     @property
-    def background(self) -> bool: ...
+    def background(self) -> bool:
+        """Whether the ledger asks also when no call is made."""
+        ...
 
     def reapable(self, entries: Sequence[Operation], poll: PollWorks) -> int:
         """How many of `entries` (one lane, oldest first) may be released, from the front.

@@ -23,8 +23,9 @@ from commlayer.wire.tensors import meta_of
 
 _LINGER = 0.01
 """Seconds that completed sends of which nobody asks may stay unnoticed."""
-_LINGERS = 25
-"""A lane without sends looks again so many times before it has to be woken."""
+_LINGERS = 5
+"""A lane without sends looks again so often, each time after twice as long, before it has to be
+woken."""
 
 
 class _Posted(NamedTuple):
@@ -270,7 +271,7 @@ class SendLane:
                 self._wake.clear()
                 self._idle = not self._linger or quiet >= _LINGERS
                 if not self._queue and (self._outbox or not self._finishing):
-                    yield self._wake if self._idle else Pause(self._wake, self._linger)
+                    yield self._wake if self._idle else Pause(self._wake, self._linger * 2**quiet)
                     quiet += 1
             quiet = 0
             self._idle = False

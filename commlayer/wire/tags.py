@@ -21,7 +21,6 @@ RESERVED = ".reserved"
 _RESERVED = (OBJECTS, BROADCAST, CONTROL_LANE[1], SLICES)
 _CODE_BITS = 17
 _SLOT_BITS = 3
-_MAX_CHANNELS = 1 << 10
 _NUMBER = re.compile("0|[1-9][0-9]{0,4}")
 
 
@@ -34,8 +33,6 @@ class TagMap:
 
     def __init__(self, extra: Sequence[str]) -> None:
         self.channels = (*BUILTIN_CHANNELS, *sorted(set(extra) - set(BUILTIN_CHANNELS)))
-        if len(self.channels) > _MAX_CHANNELS:
-            raise ValueError(f"at most {_MAX_CHANNELS} channels, got {len(self.channels)}")
         self._index = {channel: index for index, channel in enumerate(self.channels)}
 
     def native(self, channel: str, tag: str) -> int:

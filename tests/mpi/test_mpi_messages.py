@@ -246,10 +246,10 @@ def close_with_a_receive_pending() -> ErrorKind | None:
 
 
 def use_the_largest_tag() -> None:
-    names = tuple(f"channel-{number:04}" for number in range(4092))
+    names = tuple(f"channel-{number:04}" for number in range(1000))
     with connect(channels=names) as comm:
         peer = 1 - comm.rank
-        for name in (names[0], names[2100], names[-1]):
+        for name in (names[0], names[500], names[-1]):
             channel = comm.channel(name)
             channel.isend(torch.tensor([len(name), comm.rank]), peer, tag=65535)
             target = torch.empty(2, dtype=torch.int64)

@@ -167,6 +167,20 @@ def test_another_schema_is_refused_by_number(tmp_path: Path) -> None:
         recorder.read(path)
 
 
+def test_a_sink_that_fails_is_logged_and_harms_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError("a sink")
+
+    monkeypatch.setattr(recorder.Recorder, "finished", fails)
+    monkeypatch.setattr(recorder.Recorder, "waited", fails)
+    with connected(recorder_size=8) as comms:
+        exchange(*comms)
+        assert recorder.read(comms[0].dump(tmp_path)).open == ()
+    assert "ZeroDivisionError: a sink" in caplog.text
+
+
 # Reports on demand
 
 

@@ -197,6 +197,7 @@ def a_stopped_peer() -> None:
     comm, reported = connect()
     if comm.rank == 1:
         here.say("ready")
+        here.hear()
         comm.send_object("late", 0)
         here.hear()
     else:
@@ -224,6 +225,7 @@ def test_a_peer_that_stops_is_named_and_goes_on(ranks: Ranks) -> None:
     assert "rank 0 has waited" in text
     assert "no answer from rank 1" in text
     processes[1].signal(signal.SIGCONT)
+    processes[1].say("go on")
     assert processes[0].hear() == "received"
     for process in processes:
         process.say("end")

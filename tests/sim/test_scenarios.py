@@ -70,10 +70,10 @@ def test_core_is_exhausted_at_one_deviation(name: str, on: str) -> None:
 
 @pytest.mark.skipif(not BUDGET, reason="SIM_BUDGET asks for the longer search")
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("on", ALL["core_one_each_way"].profiles)
 @pytest.mark.parametrize(
-    ("name", "deviations"),
-    [("core_one_each_way", 2), ("core_two_each_way", 2), ("core_three_each_way", 1)],
+    ("name", "deviations", "on"),
+    [("core_one_each_way", 2, "gloo")]
+    + [("core_three_each_way", 1, on) for on in ALL["core_three_each_way"].profiles],
 )
 def test_core_is_exhausted_further(name: str, deviations: int, on: str) -> None:
     report = explore(name, on=on, deviations=deviations, budget=1_000_000)

@@ -74,7 +74,11 @@ FUNNELED = replace(SERIALIZED, threads=Threads.FUNNELED)
 
 _memmove = ctypes.memmove
 
-DEFAULTS: dict[str, Any] = {"connect_timeout": 20.0, "close_timeout": 5.0}
+DEFAULTS: dict[str, Any] = {
+    "connect_timeout": 20.0,
+    "close_timeout": 5.0,
+    "check_lifetime": True,
+}
 """Configuration of every rank, unless a test gives another."""
 
 

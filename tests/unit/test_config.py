@@ -135,6 +135,7 @@ def test_unknown_key_without_a_near_miss_lists_the_known_ones():
         ("channels", ["kv", "kv"]),
         ("channels", ["kv", ""]),
         ("channels", [" kv"]),
+        ("channels", [f"c{n}" for n in range(1001)]),
         ("options", []),
         ("options", {1: 2}),
     ],

@@ -449,22 +449,22 @@ def bound_raises(bench: Bench) -> None:
 def in_order(subject: Subject) -> list[str]:
     comm = connected(subject)
     peer = 1 - comm.rank
-    sizes = [(LARGE, SMALL, 0, LARGE * 2)[n % 4] for n in range(12)]
+    sizes = [(LARGE, SMALL, 0, LARGE * 2)[n % 4] for n in range(24)]
     for number, elements in enumerate(sizes):
         comm.isend(pattern(comm.rank, number, elements=elements), peer, tag=number % 3)
-    order = [n for tag in (2, 0, 1) for n in range(tag, 12, 3)]
+    order = [n for tag in (2, 0, 1) for n in range(tag, 24, 3)]
     found = {n: digest(comm.recv(None, peer, tag=n % 3)) for n in order}
     comm.close(LIMIT)
-    return [found[n] for n in range(12)]
+    return [found[n] for n in range(24)]
 
 
 @rule(Level.L2, "order")
 def order(bench: Bench) -> None:
-    """Twelve messages on three tags, small and large mixed; the tags are received one by one."""
+    """Twenty-four messages on three tags, small and large mixed; the tags are received one by one."""
     found = bench.run(in_order, 2)
-    sizes = [(LARGE, SMALL, 0, LARGE * 2)[n % 4] for n in range(12)]
+    sizes = [(LARGE, SMALL, 0, LARGE * 2)[n % 4] for n in range(24)]
     for rank in range(2):
-        wanted = [digest(pattern(1 - rank, n, elements=sizes[n])) for n in range(12)]
+        wanted = [digest(pattern(1 - rank, n, elements=sizes[n])) for n in range(24)]
         assert found[rank] == wanted, f"rank {rank}: {found[rank]}"
 
 
@@ -619,14 +619,14 @@ def size_mismatch(bench: Bench) -> None:
 def slow_receiver(subject: Subject) -> list[str]:
     comm = connected(subject)
     if comm.rank == 0:
-        for step in range(6):
+        for step in range(12):
             comm.isend(pattern(step), 1)
         here.meet("posted")
         comm.close(LIMIT)
         return []
     here.meet("posted")
     found = []
-    for _ in range(6):
+    for _ in range(12):
         _PAUSE.wait(0.1)
         found.append(digest(comm.recv(None, 0)))
     comm.close(LIMIT)
@@ -636,7 +636,7 @@ def slow_receiver(subject: Subject) -> list[str]:
 @rule(Level.L2, "late-peer")
 def late_peer(bench: Bench) -> None:
     """The receiver comes when all is posted, and takes one message every 0.1 s."""
-    assert bench.run(slow_receiver, 2)[1] == [digest(pattern(step)) for step in range(6)]
+    assert bench.run(slow_receiver, 2)[1] == [digest(pattern(step)) for step in range(12)]
 
 
 def absent(subject: Subject) -> str:

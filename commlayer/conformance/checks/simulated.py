@@ -160,7 +160,7 @@ def completed_exact(bench: Bench) -> None:
             stage.expect(rank, handle.result(), 5)
         stage.settle(rank)
 
-    bench.explore(body, early_ticks=1)
+    bench.explore(body, early_ticks=3)
 
 
 @rule(Level.L1, "dropped-handle")
@@ -286,12 +286,12 @@ def bounded(bench: Bench) -> None:
 
 @rule(Level.L1, "order")
 def order(bench: Bench) -> None:
-    """Three outstanding sends each way are received in the order of their posts."""
+    """Five outstanding sends each way are received in the order of their posts."""
 
     def body(stage: Stage, rank: Rank) -> None:
         comm, peer = stage.connect(rank, inline_bytes=0), 1 - rank.index
-        receives = [comm.irecv(stage.target(rank), peer) for _ in range(3)]
-        for number in range(3):
+        receives = [comm.irecv(stage.target(rank), peer) for _ in range(5)]
+        for number in range(5):
             comm.isend(stage.source(rank, 10 * rank.index + number), peer)
         for number, receive in enumerate(receives):
             stage.expect(rank, receive.result(), 10 * peer + number)
