@@ -116,6 +116,10 @@ class Communicator:
         self._broadcast_channel = "broadcast" if channel == "data" else channel
         self._step = 0
         self._at_most = -1
+        self._keys: dict[tuple[int, str, str], LaneKey] = {}
+        config = session.config
+        self._sites = config.record_sites or config.check_lifetime
+        self._exempt = channel in config.unbounded_channels
         self._exchange = Exchange(
             tuple(self._connection.peers),
             self._connection.runtime,
@@ -245,8 +249,9 @@ class Communicator:
         """
         group = _checked_group(all_gather_group, "isend_tensor_dict")
         operation = self._operation("isend_tensor_dict", dst, "send", OBJECTS)
-        value = _checked_dict(tensor_dict, operation)
+        value = tensor_dict
         if group is not None:
+            _check_dict(tensor_dict, operation)
             where = operation.describe()
             whole, value = value, sliced(value, all_gather_tensors, group, where)
             if self.config.check_slices:
@@ -377,8 +382,7 @@ class Communicator:
         """
 
         def contents(operation: Operation, step: int, size: int) -> Outgoing:
-            checked = _checked_dict(tensor_dict, operation)
-            return self._encode_value(operation, Kind.TENSOR_DICT, checked, step, size)
+            return self._encode_value(operation, Kind.TENSOR_DICT, tensor_dict, step, size)
 
         return self._broadcast(
             "broadcast_tensor_dict",
@@ -527,6 +531,12 @@ class Communicator:
         return str(tag)
 
     def _operation(self, kind: str, peer: int, direction: str, tag: str) -> Operation:
+        key = self._keys.get((peer, direction, tag))
+        if key is None or type(peer) is not int:
+            key = self._key(kind, peer, direction, tag)
+        return self._make(kind, key)
+
+    def _key(self, kind: str, peer: int, direction: str, tag: str) -> LaneKey:
         self._check_rank(peer, kind)
         if self.world_size == 1:
             raise CommError(ErrorKind.CONFIG, kind, "this is the only rank: there is no peer", "")
@@ -537,7 +547,8 @@ class Communicator:
                 f"rank {peer} is this rank itself",
                 "Keep what stays on the rank in memory",
             )
-        return self._make(kind, LaneKey(self._channel, peer, direction, tag))
+        key = self._keys[peer, direction, tag] = LaneKey(self._channel, peer, direction, tag)
+        return key
 
     def _check_rank(self, rank: int, kind: str) -> None:
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
@@ -549,8 +560,7 @@ class Communicator:
             )
 
     def _make(self, kind: str, lane: LaneKey) -> Operation:
-        config = self._session.config
-        site = calling_site() if config.record_sites or config.check_lifetime else None
+        site = calling_site() if self._sites else None
         operation = Operation(kind, lane, 0, self._connection.runtime.now(), site)
         device = self._connection.device
         if device is not None:
@@ -640,11 +650,13 @@ class Communicator:
         """The message of a value; an equal dict of tensors is not packed a second time."""
         layouts = self._session.layouts
         key = None
-        if kind is Kind.TENSOR_DICT and at_most < 0:
-            plain, known, key = layouts.flat(value)
-            if known is not None:
-                layout, placements, packed = known
-                return self._message(layout, placements, plain, packed, step)
+        if kind is Kind.TENSOR_DICT:
+            if at_most < 0:
+                plain, known, key = layouts.flat(value)
+                if known is not None:
+                    layout, placements, packed = known
+                    return self._message(layout, placements, plain, packed, step)
+            _check_dict(value, operation)
         packed, tensors = pack(value, self._session.limits, operation)
         outgoing = self._encode(operation, kind, tensors, packed, step, at_most)
         if key is not None:
@@ -695,16 +707,16 @@ class Communicator:
         step: int,
     ) -> Outgoing:
         """Leave what is not copied into the header to the retention policy."""
-        apart = [t for t, place in zip(tensors, placements, strict=True) if place > 1]
-        if apart:
+        reserved = None
+        if layout.apart:
+            apart = [t for t, place in zip(tensors, placements, strict=True) if place > 1]
             kept = iter(self._session.retention.retain(apart))
             tensors = [
                 next(kept) if place > 1 else tensor
                 for tensor, place in zip(tensors, placements, strict=True)
             ]
-        reserved = None
-        if placements and placements[0] == Placement.RESERVED:
-            reserved = self._padded(tensors[0], layout.at_most)
+            if placements[0] == Placement.RESERVED:
+                reserved = self._padded(tensors[0], layout.at_most)
         return Outgoing(layout, placements, tensors, packed, step, reserved)
 
     def _send(self, operation: Operation, outgoing: Outgoing) -> Handle:
@@ -722,9 +734,7 @@ class Communicator:
     def _admit(self, operation: Operation, outgoing: Outgoing) -> None:
         operation.nbytes = outgoing.nbytes
         operation.device_hold = self._session.device_hold
-        self.ledger.admit(
-            operation, exempt=operation.lane.channel in self._session.config.unbounded_channels
-        )
+        self._connection.ledger.admit(operation, exempt=self._exempt)
         if self._session.config.check_lifetime:
             operation.fingerprint = Fingerprint(outgoing.payload)
 
@@ -857,7 +867,7 @@ class Communicator:
         return [self._handle(operation) for operation in operations]
 
 
-def _checked_dict(value: Any, operation: Operation) -> Mapping[str, Any]:
+def _check_dict(value: Any, operation: Operation) -> None:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise CommError(
             ErrorKind.CONFIG,
@@ -865,7 +875,6 @@ def _checked_dict(value: Any, operation: Operation) -> Mapping[str, Any]:
             "a tensor dict is a dict whose keys are str",
             "Use isend_object for other values",
         )
-    return value
 
 
 def _checked_group(group: Any, call: str) -> Communicator | None:

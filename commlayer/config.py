@@ -119,7 +119,7 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     headers_ahead: Annotated[
         int,
         _key("Header receives that a lane keeps posted, where the transport allows.", ge=1, le=64),
-    ] = 2
+    ] = 4
     payloads_ahead: Annotated[
         int,
         _key(
@@ -137,7 +137,7 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             ge=0,
             le=1 << 20,
         ),
-    ] = 8192
+    ] = 1 << 18
     unclaimed_messages: Annotated[
         int,
         _key("Messages a lane takes in before anybody asks for them.", "messages", ge=1),

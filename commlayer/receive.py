@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from commlayer.errors import CommError, ErrorKind
@@ -101,7 +102,8 @@ class MessageClaim:
         if self._target is None:
             return tensor
         if tensor is not None and tensor.numel():
-            (self._copy or Tensor.copy_)(self._target, tensor.view(self._target.shape))
+            with torch.inference_mode():
+                (self._copy or Tensor.copy_)(self._target, tensor.view(self._target.shape))
         return self._result
 
 

@@ -34,7 +34,17 @@ class Layout:
     Compared by identity: a `Layouts` makes each of them once.
     """
 
-    __slots__ = ("at_most", "header_bytes", "inline", "kind", "nbytes", "payload", "room", "shape")
+    __slots__ = (
+        "apart",
+        "at_most",
+        "header_bytes",
+        "inline",
+        "kind",
+        "nbytes",
+        "payload",
+        "room",
+        "shape",
+    )
 
     def __init__(
         self,
@@ -56,6 +66,7 @@ class Layout:
             for size, place in zip(sizes, placements, strict=True)
             if place == Placement.MESSAGE
         ]
+        self.apart = any(place >= Placement.MESSAGE for place in placements)
         self.header_bytes = PREFIX_BYTES + len(self.shape)
         self.nbytes = self.header_bytes + sum(sizes)
 
@@ -114,9 +125,9 @@ class Layouts:
         that was `learnt`; the last of the three is the key to learn it by.  The
         key is ``None`` for a dict that has to be packed.
         """
-        tensors = list(value.values())
         if type(value) is not dict:
-            return tensors, None, None
+            return [], None, None
+        tensors = list(value.values())
         parts = []
         for key, tensor in value.items():
             if (

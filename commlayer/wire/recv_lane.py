@@ -31,7 +31,7 @@ from commlayer.wire.frame import (
 )
 from commlayer.wire.lane_context import LaneContext, driver_died, reserved_key
 from commlayer.wire.schemas import AheadOfHeader, ReceivedSchemas, Schema, is_named
-from commlayer.wire.tags import TagMap
+from commlayer.wire.tags import CONTROL_LANE, TagMap
 from commlayer.wire.tensors import DTYPES, TensorMeta, as_bytes, from_meta
 from commlayer.wire.values import Parsed, parse
 
@@ -103,10 +103,10 @@ class _Header:
     __slots__ = ("address", "tensor", "view")
 
     def __init__(self, size: int) -> None:
-        memory = bytearray(size)
-        self.view = memoryview(memory)
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        with torch.inference_mode(False):
+            self.tensor = torch.empty((size,), dtype=torch.uint8, device="cpu")
         self.address = self.tensor.data_ptr()
+        self.view = memoryview((ctypes.c_ubyte * size).from_address(self.address)).cast("B")
 
 
 class _PostedHeader(NamedTuple):
@@ -153,6 +153,7 @@ class RecvLane:
         self._ended = False
         self._posted: deque[_PostedHeader] = deque()
         self._schemas = ReceivedSchemas()
+        self._fresh: tuple[Schema, list[Tensor | None]] | None = None
         self.stuck = False
         """Whether the lane broke with receives posted that nothing will complete."""
 
@@ -236,8 +237,9 @@ class RecvLane:
 
     def steps(self) -> Procedure:
         try:
+            inline_bytes = 0 if self.key.name == CONTROL_LANE else self._context.inline_bytes
             for _ in range(self._posting_ahead.headers):
-                self._post_header(_Header(capacity(self._context.inline_bytes)))
+                self._post_header(_Header(capacity(inline_bytes)))
             while True:
                 header, work = self._posted[0]
                 yield NativeWork(self._endpoint, work)
@@ -253,8 +255,12 @@ class RecvLane:
                     claim = yield from self._next_claim()
                     yield from self._receive_payload(incoming, claim)
                 self._hand_over(incoming, claim)
+                schema, slot = incoming.schema, incoming.slot
                 del incoming, claim
                 yield None
+                if slot > LOOSE:
+                    self._post_payload_ahead(schema, slot)
+                self._fresh = (schema, schema.allocate()) if schema.inline else None
                 yield from self._throttle()
                 self._post_header(header)
         except CommError as error:
@@ -340,17 +346,18 @@ class RecvLane:
 
     def _unpack_inline(self, incoming: Incoming, address: int) -> None:
         """Copy what travelled in the header out of it, so that its buffer can be posted again."""
-        tensors = incoming.tensors
-        with torch.inference_mode(False):
-            for shape, dtype, nbytes, place in incoming.schema.parts:
-                if place >= Placement.MESSAGE:
-                    tensors.append(None)
-                    continue
-                tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        schema = incoming.schema
+        if self._fresh is not None and self._fresh[0] is schema:
+            tensors, self._fresh = self._fresh[1], None
+        else:
+            tensors = schema.allocate()
+        incoming.tensors = tensors
+        if schema.inline:
+            for tensor, (_, _, nbytes, place) in zip(tensors, schema.parts, strict=True):
                 if place == Placement.INLINE:
+                    assert tensor is not None
                     ctypes.memmove(tensor.data_ptr(), address, nbytes)
                     address += nbytes
-                tensors.append(tensor)
 
     def _receive_payload(self, incoming: Incoming, claim: Claim | None) -> Procedure:
         """Receive the payload: into what was posted ahead, the claim's memory, or new tensors.
@@ -381,8 +388,6 @@ class RecvLane:
                 works.append(self._receive(buffer, slot))
                 if self._context.serial:
                     yield NativeWork(self._endpoint, works.pop())
-        if slot > LOOSE:
-            self._post_payload_ahead(schema, slot)
         while works:
             yield NativeWork(self._endpoint, works.popleft())
 
@@ -553,8 +558,7 @@ class RecvLane:
         """What `claim` yields; where that cannot be made, its operation fails."""
         operation = claim.operation
         try:
-            with torch.inference_mode():
-                return claim.value(incoming)
+            return claim.value(incoming)
         except CommError as failure:
             self._context.ledger.fail(operation, failure)
         except Exception as failure:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from commlayer.wire.frame import (
@@ -187,6 +188,14 @@ class Schema:
         self.payload = [i for i, place in enumerate(placements) if place == Placement.MESSAGE]
         self.on_device = any(place >= Placement.DEVICE for place in placements)
         self.reserved = Placement.RESERVED in placements
+
+    def allocate(self) -> list[Tensor | None]:
+        """New tensors for what travels in the header, and for what is empty."""
+        with torch.inference_mode(False):
+            return [
+                torch.empty(shape, dtype=dtype, device="cpu") if place < Placement.MESSAGE else None
+                for shape, dtype, _, place in self.parts
+            ]
 
     @property
     def may_have_slot(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -236,7 +236,13 @@ def counted(**settings: Any) -> Iterator[tuple[Hub, list[Communicator], list[Cou
     assert hub.violations == []
 
 
-SMALL, LARGE = 256, 16384
+SMALL, LARGE = 256, 1 << 17
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether `condition` comes true, which the lanes see to."""
+    moment = threading.Event()
+    return any(condition() or moment.wait(0.01) for _ in range(3000))
 
 
 def warmed(comms: list[Communicator], elements: int) -> dict[str, Tensor]:
@@ -258,7 +264,7 @@ def test_native_operations_of_a_repeated_dict(elements: int, natives: int) -> No
             comms[1].recv_tensor_dict(0)
         posted = hub.posted - before
     assert posted["send"] == 20 * natives
-    assert 19 * natives <= posted["recv"] <= 20 * natives
+    assert 19 * natives <= posted["recv"] <= 21 * natives, "those ahead may come a moment later"
 
 
 def test_a_send_that_nobody_asks_about_wakes_nobody() -> None:
@@ -302,7 +308,7 @@ def test_copies_and_allocations_of_a_repeated_dict(monkeypatch: pytest.MonkeyPat
         return real_empty(*args, **options)
 
     with counted() as (_, comms, _), monkeypatch.context() as patch:
-        small, large = warmed(comms, SMALL), warmed(comms, LARGE)
+        large, small = warmed(comms, LARGE), warmed(comms, SMALL)
         sent: list[int] = []
         whole = LocalEndpoint.isend
         patch.setattr(
@@ -314,7 +320,7 @@ def test_copies_and_allocations_of_a_repeated_dict(monkeypatch: pytest.MonkeyPat
         patch.setattr("commlayer.wire.outgoing.ctypes.memmove", memmove)
         comms[0].isend_tensor_dict(small, 1)
         comms[1].recv_tensor_dict(0)
-        assert counts["allocations"] == 3, "the header, and two tensors on the other side"
+        assert eventually(lambda: counts["allocations"] == 3), "the header, and two for the next"
         assert [size for size in copied if size == 4 * SMALL] == [4 * SMALL] * 4
         del copied[:], sent[:]
         comms[0].isend_tensor_dict(large, 1)

@@ -705,7 +705,7 @@ MUTANTS = (
     _lie("p-overtakes-above-four", "with more than four of a tag pending two change places",
          OvertakesAboveFour, "L2-order", says="rank . raised|exit code"),
     _lie("p-tags-merged", "tags that differ in their lowest bits are one", TagsMerged,
-         "L2-tags-independent", "L2-native-tags", says="exit code -6|another tag|not delivered"),
+         "L2-tags-independent", "L2-native-tags", says="exit code -6|another tag|has closed its communicator"),
     _lie("p-one-peer-at-a-time", "a send waits for those to other peers", OnePeerAtATime,
          "L2-peers-independent", says=HANGS),
     _lie("p-wrong-source", "among four ranks a receive takes the message of another",

@@ -1,0 +1,80 @@
+"""Commands, targets, variables and paths that pages name exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from commlayer.cli import build
+from commlayer.config import ENVIRONMENT_PREFIX, RESERVED_ENVIRONMENT, CommConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+GENERATED = {"mutants.md", "specification.md"}
+TEXTS = {str(p.relative_to(ROOT)): p.read_text() for p in PAGES if p.name not in GENERATED}
+MAKEFILE = (ROOT / "Makefile").read_text()
+NOT_COMMANDS = {"direct", "report"}
+"""A contender of the benchmark, and the first words of a stall report."""
+APP: Any = typer.main.get_command(build())
+
+
+def code(text: str) -> Iterator[str]:
+    """Each line of code blocks, without its comment, and each code span."""
+    for block in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield line.partition("#")[0].strip()
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose))
+
+
+def every(pattern: str) -> list[tuple[str, str]]:
+    """Each match of `pattern` at the beginning of code, with its page, once."""
+    found = {
+        (page, match[1])
+        for page, text in TEXTS.items()
+        for piece in code(text)
+        if (match := re.match(pattern, piece))
+    }
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("page", "target"), every(r"make ([a-z][a-z-]*)\b"))
+def test_a_target_exists(page: str, target: str) -> None:
+    assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("page", "line"), every(r"((?:COMMLAYER_\S+ )?commlayer [a-z-]+.*)$"))
+def test_a_command_and_its_options_exist(page: str, line: str) -> None:
+    words = re.split(r"[|;&>]", line[line.index("commlayer ") :])[0].split()[1:]
+    if words[0] in NOT_COMMANDS:
+        return
+    command = APP.commands[words.pop(0)]
+    if hasattr(command, "commands") and words and words[0] in command.commands:
+        command = command.commands[words.pop(0)]
+    known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
+    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known
+
+
+def test_variables_exist() -> None:
+    known = {field.upper() for field in CommConfig.__struct_fields__} | RESERVED_ENVIRONMENT
+    named = {
+        name
+        for text in TEXTS.values()
+        for name in re.findall(rf"\b{ENVIRONMENT_PREFIX}([A-Z_]+[A-Z])\b", text)
+    }
+    assert named <= known
+
+
+@pytest.mark.parametrize(
+    ("page", "path"), every(r"((?:commlayer|docs|plugins|tests)/[a-z0-9_/.-]+)$"), ids=str
+)
+def test_a_path_exists(page: str, path: str) -> None:
+    assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists()

@@ -1,0 +1,62 @@
+"""Where the library's own log goes inside the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from commlayer_vllm.log import show_library_log
+
+
+class Recording(logging.Handler):
+    """A handler as the engine has one on its logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(record.getMessage())
+
+
+@pytest.fixture
+def library() -> Iterator[logging.Logger]:
+    library = logging.getLogger("commlayer")
+    before = library.handlers[:], library.propagate
+    yield library
+    library.handlers[:], library.propagate = before
+
+
+@pytest.fixture
+def engine() -> Iterator[Recording]:
+    handler = Recording()
+    logging.getLogger("vllm").addHandler(handler)
+    yield handler
+    logging.getLogger("vllm").removeHandler(handler)
+
+
+def test_warnings_of_the_library_appear_in_the_engines_log(
+    library: logging.Logger, engine: Recording
+) -> None:
+    show_library_log()
+    show_library_log()
+    library.warning("rank 1 is stalled")
+    library.info("too much detail")
+    assert engine.seen == ["rank 1 is stalled"]
+
+
+def test_without_a_log_of_the_engine_nothing_is_changed(library: logging.Logger) -> None:
+    before = library.handlers[:], library.propagate
+    show_library_log()
+    assert (library.handlers, library.propagate) == before
+
+
+def test_a_log_that_the_user_has_set_up_is_left_alone(
+    library: logging.Logger, engine: Recording
+) -> None:
+    own = Recording()
+    library.addHandler(own)
+    show_library_log()
+    library.warning("rank 1 is stalled")
+    assert (own.seen, engine.seen) == (["rank 1 is stalled"], [])
