@@ -58,7 +58,8 @@ def mount(
     """Connect a rank of a world over `backend`; `config` are keys of `CommConfig`.
 
     Progress, ledger, policies and wire are the library's own, on the world's
-    runtime, with fewer headers received ahead by default, for fewer schedules; the exchange of settings is taken as done.  `beside` is the host
+    runtime, with fewer headers received ahead by default, for fewer schedules; the
+    exchange of settings is taken as done.  `beside` is the host
     transport of a device transport.
     """
     registry: Registry = _NO_PLUGINS

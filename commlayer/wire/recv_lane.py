@@ -286,7 +286,8 @@ class RecvLane:
         end = PREFIX_BYTES
         if prefix.long:
             rest = bytearray(prefix.body)
-            tensor = torch.frombuffer(rest, dtype=torch.uint8)
+            with torch.inference_mode(False):
+                tensor = torch.frombuffer(rest, dtype=torch.uint8)
             yield NativeWork(self._endpoint, self._receive(tensor, LOOSE))
             data = memoryview(rest)
         else:

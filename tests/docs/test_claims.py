@@ -73,6 +73,16 @@ def test_variables_exist() -> None:
     assert named <= known
 
 
+@pytest.mark.parametrize("page", ["docs/how-to/fast.md", "docs/how-to/memory.md"])
+def test_defaults_are_those_of_the_configuration(page: str) -> None:
+    defaults = CommConfig()
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", TEXTS[page], flags=re.MULTILINE)
+    assert rows
+    assert {key: int(value) for key, value in rows} == {
+        key: getattr(defaults, key) for key, _ in rows
+    }
+
+
 @pytest.mark.parametrize(
     ("page", "path"), every(r"((?:commlayer|docs|plugins|tests)/[a-z0-9_/.-]+)$"), ids=str
 )

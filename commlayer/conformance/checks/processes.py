@@ -460,7 +460,7 @@ def in_order(subject: Subject) -> list[str]:
 
 @rule(Level.L2, "order")
 def order(bench: Bench) -> None:
-    """Twenty-four messages on three tags, small and large mixed; the tags are received one by one."""
+    """Twenty-four messages on three tags, small and large; the tags are received one by one."""
     found = bench.run(in_order, 2)
     sizes = [(LARGE, SMALL, 0, LARGE * 2)[n % 4] for n in range(24)]
     for rank in range(2):
