@@ -89,7 +89,7 @@ def test_messages_of_one_tag_arrive_in_order_of_any_tags(ranks: Ranks) -> None:
 
 
 def unclaimed_tag(unclaimed: int) -> None:
-    comm = here.connect(unclaimed_messages=unclaimed)
+    comm = here.connect(unclaimed_messages=unclaimed, headers_ahead=1)
     posted = 5 * unclaimed
     if comm.rank == 0:
         ignored = [comm.isend(torch.tensor([step]), 1, tag=1) for step in range(posted)]

@@ -37,7 +37,7 @@ WAYS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("inference", [False, True], ids=["tensor", "inference tensor"])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_overwrite_in_flight_is_seen(way: str, inference: bool) -> None:
-    with connected(check_lifetime=True) as (a, b):
+    with connected(check_lifetime=True, inline_bytes=0) as (a, b):
         with torch.inference_mode(inference):
             tensor = torch.ones(SIZE, dtype=torch.uint8)
             handle = a.isend_tensor_dict({"x": tensor}, 1)
@@ -53,7 +53,7 @@ def test_an_overwrite_in_flight_is_seen(way: str, inference: bool) -> None:
 
 @pytest.mark.parametrize("inference", [False, True], ids=["tensor", "inference tensor"])
 def test_writing_after_the_wait_is_fine(inference: bool) -> None:
-    with connected(check_lifetime=True) as (a, b), torch.inference_mode(inference):
+    with connected(check_lifetime=True, inline_bytes=0) as (a, b), torch.inference_mode(inference):
         tensor = torch.ones(SIZE, dtype=torch.uint8)
         handle = a.isend_tensor_dict({"x": tensor}, 1)
         b.recv_tensor_dict(0)

@@ -17,11 +17,13 @@ _connections = itertools.count()
 def connect(**settings: Any) -> Communicator:
     """A communicator of all ranks of this run, over gloo unless `settings` say otherwise.
 
-    The lifetime of sources is checked unless they say otherwise, too.  Returns once
-    every rank has connected, so that one may be stopped or killed from then on.
+    The lifetime of sources is checked, and little travels inside headers, unless they
+    say otherwise.  Returns once every rank has connected, so that one may be stopped or
+    killed from then on.
     """
-    comm = commlayer.connect(
-        {"backend": "gloo", "connect_timeout": 20.0, "check_lifetime": True, **settings}
-    )
+    defaults = {
+        "backend": "gloo", "connect_timeout": 20.0, "check_lifetime": True, "inline_bytes": 8192,
+    }  # fmt: skip
+    comm = commlayer.connect({**defaults, **settings})
     meet(f"connection {next(_connections)}")
     return comm
