@@ -9,9 +9,11 @@ WHEELS_ARGS ?=
 BENCH ?= $(BIN)/commlayer
 VLLM_VENV ?= .venv-vllm
 VLLM_ARGS ?=
+RAY_VENV ?= .venv-ray
 
 BIN := $(VENV)/bin
 VLLM_BIN := $(VLLM_VENV)/bin
+RAY_BIN := $(RAY_VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 PLUGIN_PACKAGES := $(wildcard $(PLUGINS:%=%/commlayer_*))
 REQUIREMENTS := constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
@@ -19,7 +21,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 EDITABLE_PLUGINS := $(PLUGINS:%=-e %)
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-sim test-mutants test-gpu test-hosts certificates lint format docs wheels test-wheels demo bench performance test-vllm bench-vllm clean
+.PHONY: help test fuzz test-sim test-mutants test-gpu test-hosts certificates lint format docs wheels test-wheels demo bench performance test-vllm bench-vllm test-ray clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -30,6 +32,9 @@ test: $(VENV)/.development  ## Run the tests (PYTEST_ARGS="-n 2 -k name")
 
 test-sim: $(VENV)/.development  ## Explore every simulated scenario longer (SIM_BUDGET=200)
 	SIM_BUDGET=$(or $(SIM_BUDGET),200) $(BIN)/python -m pytest --timeout 3600 tests/sim $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.development  ## Feed damaged messages to the decoder (FUZZ_INPUTS=2000000)
+	$(BIN)/python tests/fuzz/run.py $(or $(FUZZ_INPUTS),2000000)
 
 test-mutants: $(VENV)/.development  ## Run every mutant backend, and the honest ones under every rule
 	MUTANTS=all $(BIN)/python -m pytest tests/conformance/test_kill_matrix.py $(PYTEST_ARGS)
@@ -83,6 +88,9 @@ test-vllm: $(VLLM_VENV)/.installed  ## Test inside vLLM, in an environment of it
 bench-vllm: $(VLLM_VENV)/.installed  ## Compare with the stock vLLM (VLLM_ARGS="--only coordinator")
 	$(VLLM_BIN)/python tests/vllm_engine/bench.py $(VLLM_ARGS)
 
+test-ray: $(RAY_VENV)/.installed  ## Test ranks that are Ray actors, in an environment of its own
+	$(RAY_BIN)/python tests/ray_actors/run.py
+
 clean:  ## Remove caches and build results; keeps the virtual environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find commlayer plugins tests -name __pycache__ -prune -exec rm -rf {} +
@@ -126,4 +134,14 @@ $(VLLM_VENV)/.installed: $(VLLM_PLUGIN)/constraints.txt $(VLLM_PLUGIN)/pyproject
 	    -e . -e plugins/commlayer-gloo -e $(VLLM_PLUGIN)
 	# Optional companions of torch, built for other versions of it.
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+RAY_CONSTRAINTS := tests/ray_actors/constraints.txt
+
+$(RAY_VENV)/.installed: constraints.txt $(RAY_CONSTRAINTS) pyproject.toml
+	@echo "Installing Ray into $(RAY_VENV)"
+	$(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    -c constraints.txt -c $(RAY_CONSTRAINTS) ray numpy -e . -e plugins/commlayer-gloo || \
+	    { echo "Not run: Ray cannot be installed here" >&2; exit 1; }
 	@touch $@

@@ -148,11 +148,14 @@ def agree(world: World, hello: Hello, runtime: Runtime) -> dict[int, Hello]:
     wait_for_all(world, [f"hello/{r}" for r in range(world.size)], runtime)
     hellos = {}
     for rank in range(world.size):
+        said = world.store.get(f"hello/{rank}")
         try:
-            other = hellos[rank] = _decoder.decode(world.store.get(f"hello/{rank}"))
+            other = hellos[rank] = _decoder.decode(said)
         except msgspec.MsgspecError as error:
             raise _refusal(
-                f"rank {rank} runs a commlayer that says hello differently ({error})",
+                f"rank {world.rank} (pid {hello.pid} on {hello.host}, wire version "
+                f"{hello.wire_version}) and rank {rank} ({_stranger(said)}) run versions of "
+                f"commlayer that greet each other differently ({error})",
                 f"Install commlayer {hello.version} on all ranks",
             ) from error
         for name in _MUST_AGREE:
@@ -165,6 +168,22 @@ def agree(world: World, hello: Hello, runtime: Runtime) -> dict[int, Hello]:
                     "Configure and install the same on all ranks",
                 )
     return hellos
+
+
+class _AnyHello(msgspec.Struct):
+    """What can be read of a hello of any version."""
+
+    pid: int
+    host: str
+    wire_version: int
+
+
+def _stranger(said: bytes) -> str:
+    try:
+        other = msgspec.msgpack.decode(said, type=_AnyHello)
+    except msgspec.MsgspecError:
+        return "which says nothing legible of itself"
+    return f"pid {other.pid} on {other.host[:64]}, wire version {other.wire_version}"
 
 
 def wait_for_all(world: World, keys: list[str], runtime: Runtime) -> None:

@@ -78,6 +78,7 @@ DEFAULTS: dict[str, Any] = {
     "connect_timeout": 20.0,
     "close_timeout": 5.0,
     "check_lifetime": True,
+    "inline_bytes": 8192,
 }
 """Configuration of every rank, unless a test gives another."""
 

@@ -24,7 +24,7 @@ from commlayer.semantics import Completion
 from commlayer.tracking.runtime import ThreadRuntime
 
 HELLO = Hello(
-    wire_version=1,
+    wire_version=2,
     backend="local",
     channels=("data",),
     inline_bytes=64,
@@ -60,7 +60,7 @@ def test_equal_ranks_agree_wherever_they_run() -> None:
     ("changed", "named"),
     [
         ({"inline_bytes": 65}, ["inline_bytes", "64", "65"]),
-        ({"wire_version": 2}, ["wire_version", "1", "2"]),
+        ({"wire_version": 3}, ["wire_version", "2", "3"]),
         ({"backend": "other"}, ["backend", "'local'", "'other'"]),
         ({"allow_pickle": True}, ["allow_pickle", "False", "True"]),
         ({"channels": ("data", "x")}, ["channels", "('data',)", "('data', 'x')"]),
@@ -96,8 +96,21 @@ def test_absent_ranks_are_named() -> None:
 def test_a_hello_of_another_kind_of_version_is_an_error_that_names_the_rank(data: bytes) -> None:
     store = MemoryStore()
     store.set("hello/1", data)
-    with pytest.raises(CommError, match="rank 1 runs a commlayer that says hello differently"):
+    with pytest.raises(CommError, match="rank 1 .* greet each other differently"):
         agree(World(0, 2, store, 5.0), HELLO, ThreadRuntime())
+
+
+def test_a_rank_of_the_version_before_is_refused_naming_both_hosts_and_versions() -> None:
+    """Wire version 1 said this hello; a build of it was also tried by hand."""
+    before = msgspec.structs.asdict(replace(HELLO, wire_version=1, host="elsewhere", pid=7))
+    del before["headers_ahead"], before["payloads_ahead"]
+    hub = Hub(2)
+    hub.store.set("hello/1", msgspec.msgpack.encode(before))
+    with pytest.raises(CommError) as caught:
+        agree(World(0, 2, hub.store, 20.0), HELLO, ThreadRuntime())
+    assert caught.value.kind is ErrorKind.CONFIG
+    for fact in ("pid 1 on here", "pid 7 on elsewhere", "wire version 1", "wire version 2"):
+        assert fact in str(caught.value)
 
 
 @pytest.mark.parametrize(
