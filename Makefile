@@ -88,8 +88,9 @@ test-vllm: $(VLLM_VENV)/.installed  ## Test inside vLLM, in an environment of it
 bench-vllm: $(VLLM_VENV)/.installed  ## Compare with the stock vLLM (VLLM_ARGS="--only coordinator")
 	$(VLLM_BIN)/python tests/vllm_engine/bench.py $(VLLM_ARGS)
 
-test-ray: $(RAY_VENV)/.installed  ## Test ranks that are Ray actors, in an environment of its own
+test-ray: $(RAY_VENV)/.installed  ## Test ranks that are Ray actors, in an environment of its own; as root over two hosts too
 	$(RAY_BIN)/python tests/ray_actors/run.py
+	$(RAY_BIN)/python tests/ray_actors/two_hosts.py
 
 clean:  ## Remove caches and build results; keeps the virtual environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -173,7 +173,7 @@ def protocol_error(where: object, cause: str) -> CommError:
     """The error for a message that must not be trusted."""
     return CommError(
         ErrorKind.PROTOCOL,
-        str(where),
+        where,
         cause,
         "The sender runs another version or is not commlayer; check both ranks' versions and "
         "configuration",

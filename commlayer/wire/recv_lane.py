@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commlayer.backend import Endpoint
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import CommError, ErrorKind, Subject
 from commlayer.streams.side import DeviceSide
 from commlayer.tracking.operation import LaneKey, Operation
 from commlayer.tracking.progress import NativeWork, Procedure
@@ -131,7 +131,15 @@ class RecvLane:
     def __init__(self, context: LaneContext, endpoint: Endpoint, key: LaneKey, tag: int) -> None:
         self.key = key
         self.name = f"recv {key}"
-        self._where = f"receive {key}"
+        self._where = Subject.of(
+            f"receive {key}",
+            call="receive",
+            peer=key.peer,
+            channel=key.channel,
+            tag=key.tag,
+            sequence=-1,
+            nbytes=0,
+        )
         self._context = context
         self._endpoint = endpoint
         self._tag = tag

@@ -213,6 +213,7 @@ def test_a_bad_message_breaks_its_lane_and_nothing_else(
                 handle.wait(30)
             assert caught.value.kind is ErrorKind.PROTOCOL
             assert "rank 1" in caught.value.operation
+            assert (caught.value.peer, caught.value.channel) == (1, "data")
             assert caught.value.cure
         with pytest.raises(CommError):
             a.irecv_object(1).wait(30)

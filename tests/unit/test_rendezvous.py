@@ -96,7 +96,7 @@ def test_absent_ranks_are_named() -> None:
 def test_a_hello_of_another_kind_of_version_is_an_error_that_names_the_rank(data: bytes) -> None:
     store = MemoryStore()
     store.set("hello/1", data)
-    with pytest.raises(CommError, match="rank 1 .* greet each other differently"):
+    with pytest.raises(CommError, match=r"rank 1 .* greet each other differently"):
         agree(World(0, 2, store, 5.0), HELLO, ThreadRuntime())
 
 

@@ -69,16 +69,17 @@ def _sample(result: dict[str, Any], number: int) -> Sample:
 
 
 def show(results: dict[str, dict[str, list[Sample]]]) -> None:
-    print("\n| work | engine | tokens per second | ms per step | ratio to stock |")
+    """Medians and ranges.  How many steps the same work takes is the scheduler's choice."""
+    print("\n| work | engine | tokens per second | to stock | ms per step |")
     print("| --- | --- | ---: | ---: | ---: |")
     for work, by_engine in results.items():
-        base = statistics.median(s["ms per step"] for s in by_engine["stock"])
+        base = statistics.median(s["tokens per second"] for s in by_engine["stock"])
         for name, samples in by_engine.items():
             step = [sample["ms per step"] for sample in samples]
             rate = [sample["tokens per second"] for sample in samples]
             print(
-                f"| {work} | {name} | {_range(rate, '.0f')} | {_range(step, '.2f')} "
-                f"| {statistics.median(step) / base:.2f} |"
+                f"| {work} | {name} | {_range(rate, '.0f')} "
+                f"| {statistics.median(rate) / base:.2f} | {_range(step, '.1f')} |"
             )
 
 
@@ -99,7 +100,11 @@ def main() -> None:
     ENGINES["commlayer"]["commlayer"] = options.table
     results: dict[str, Any] = {"machine": f"{platform.machine()}, {platform.platform()}"}
     if options.only != "engine":
-        tables = {"stock": None, "commlayer": options.table}
+        tables = {
+            "stock": None,
+            "safe": options.table,
+            "direct": {**options.table, "wait_mode": "direct"},
+        }
         results["coordinator"] = bench_coordinator.measure(options.turns, tables)
         bench_coordinator.show(results["coordinator"])
     if options.only != "coordinator":

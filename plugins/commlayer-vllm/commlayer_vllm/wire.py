@@ -1,0 +1,135 @@
+"""How the engine's messages travel: over a commlayer communicator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from commlayer.communicator import Communicator
+from commlayer.handle import Handle
+from commlayer_vllm.parts import Part, join, part_of, sent_in_parts
+
+Received = tuple[dict[str, Any], list[Handle], list[Callable[[], None]]]
+"""What the engine expects of a receive: the dict, what to wait for, and what to call then."""
+
+
+class Wire(Protocol):
+    """Sends and receives between ranks of the pipeline group; ranks are local to it.
+
+    No call waits for the peer.  `all_gather_group` is an engine group, `None` or of
+    any size.
+    """
+
+    def isend_object(self, obj: Any, dst: int) -> Handle: ...
+
+    def irecv_object(self, src: int) -> Handle: ...
+
+    def isend_tensor_dict(
+        self,
+        tensor_dict: Mapping[str, Any],
+        dst: int,
+        all_gather_group: Any,
+        all_gather_tensors: Mapping[str, bool] | None,
+    ) -> list[Handle]:
+        """Returns the handle of the metadata, then one for each tensor that is not empty."""
+        ...
+
+    def irecv_tensor_dict(
+        self, src: int, all_gather_group: Any, all_gather_tensors: Mapping[str, bool] | None
+    ) -> Received:
+        """The dict is empty until a handle was waited; parts are whole after the last call."""
+        ...
+
+    def close(self) -> None:
+        """Deliver what was sent, within the configured time.  Raises `CommError`."""
+        ...
+
+
+class DictHandle:
+    """The handle of a received tensor dict: waiting puts the entries into the engine's dict.
+
+    The contract is that of `commlayer.Handle`; `result` returns the engine's dict.
+    """
+
+    __slots__ = ("_filled", "_handle", "_lock", "_target")
+
+    def __init__(self, handle: Handle, target: dict[str, Any]) -> None:
+        self._handle = handle
+        self._target = target
+        self._filled = False
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: float | None = None) -> None:
+        self._fill(self._handle.result(timeout))
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        self._handle.synchronize(timeout)
+        self._fill(self._handle.result(0))
+
+    def _fill(self, value: Mapping[str, Any]) -> None:
+        with self._lock:
+            if not self._filled:
+                self._target.update(value)
+                self._filled = True
+
+    def is_completed(self) -> bool:
+        return self._handle.is_completed()
+
+    def exception(self) -> Any:
+        return self._handle.exception()
+
+    def result(self, timeout: float | None = None) -> dict[str, Any]:
+        self.wait(timeout)
+        return self._target
+
+    def __repr__(self) -> str:
+        return repr(self._handle)
+
+
+class CommlayerWire:
+    """Whole dicts as single messages of `comm`, typed and checked."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+
+    def isend_object(self, obj: Any, dst: int) -> Handle:
+        return self.comm.isend_object(obj, dst)
+
+    def irecv_object(self, src: int) -> Handle:
+        return self.comm.irecv_object(src)
+
+    def isend_tensor_dict(
+        self,
+        tensor_dict: Mapping[str, Any],
+        dst: int,
+        all_gather_group: Any,
+        all_gather_tensors: Mapping[str, bool] | None,
+    ) -> list[Handle]:
+        message = dict(tensor_dict)
+        tensors = 0
+        for key, value in tensor_dict.items():
+            if not isinstance(value, Tensor):
+                continue
+            tensors += value.numel() > 0
+            if sent_in_parts(key, value, all_gather_group, all_gather_tensors):
+                part = part_of(value, all_gather_group)
+                message[key] = Part(part, tuple(value.shape), all_gather_group.world_size)
+        return [self.comm.isend_tensor_dict(message, dst)] * (1 + tensors)
+
+    def irecv_tensor_dict(
+        self, src: int, all_gather_group: Any, all_gather_tensors: Mapping[str, bool] | None
+    ) -> Received:
+        result: dict[str, Any] = {}
+
+        def gather() -> None:
+            for key, value in result.items():
+                if isinstance(value, Part):
+                    result[key] = join(key, value.tensor, value.shape, all_gather_group)
+
+        return result, [DictHandle(self.comm.irecv_tensor_dict(src), result)], [gather]
+
+    def close(self) -> None:
+        self.comm.close()
