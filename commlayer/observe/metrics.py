@@ -7,6 +7,7 @@ when a registry is collected, which the host's own endpoint does.
 from __future__ import annotations
 
 import os
+import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
@@ -112,6 +113,9 @@ class Metrics:
             live.remove(self)
 
 
+_registering = threading.Lock()
+
+
 class _Collector:
     """All connections of the process, as one collector: a family must appear once."""
 
@@ -123,20 +127,21 @@ class _Collector:
 
     @classmethod
     def the(cls) -> _Collector:
-        """The one of this process, registered at its first use."""
-        if cls._instance is None:
-            try:
-                from prometheus_client import REGISTRY, core
-            except ImportError as error:
-                raise CommError(
-                    ErrorKind.UNSUPPORTED,
-                    "metrics",
-                    "prometheus-client is not installed",
-                    "pip install 'commlayer[metrics]', or leave `metrics` off",
-                ) from error
-            cls._instance = cls(core)
-            REGISTRY.register(cls._instance)
-        return cls._instance
+        """The one of this process, registered at its first use, by whichever thread it is."""
+        try:
+            from prometheus_client import REGISTRY, core
+        except ImportError as error:
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                "metrics",
+                "prometheus-client is not installed",
+                "pip install 'commlayer[metrics]', or leave `metrics` off",
+            ) from error
+        with _registering:
+            if cls._instance is None:
+                cls._instance = cls(core)
+                REGISTRY.register(cls._instance)
+            return cls._instance
 
     def describe(self) -> list[Any]:
         """Nothing: names are known when there is a connection."""

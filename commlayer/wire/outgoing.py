@@ -140,6 +140,7 @@ class Layouts:
                 or tensor.is_neg()
                 or not tensor.is_contiguous()
                 or tensor.device.type != "cpu"
+                or (self._on_device is not None and self._on_device(tensor))
                 or (tensor.data_ptr() == 0 and tensor.numel())
             ):
                 return tensors, None, None

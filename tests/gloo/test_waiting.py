@@ -175,6 +175,7 @@ def use_after_close() -> None:
     comm = here.connect()
     peer = 1 - comm.rank
     pending = comm.irecv(None, peer)
+    here.meet("posted")
     comm.close(10)
     comm.close()
     tensor = torch.ones(3)
