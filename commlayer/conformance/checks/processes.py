@@ -116,10 +116,10 @@ def post_returns(bench: Bench) -> None:
 def overwrite_after_wait(subject: Subject) -> list[str]:
     comm = connected(subject)
     received = []
-    buffer = torch.empty(LARGE, dtype=torch.uint8)
-    for step in range(4):
+    buffer = torch.empty(3 << 18, dtype=torch.uint8)
+    for step in range(8):
         if comm.rank == 0:
-            buffer.copy_(pattern(step))
+            buffer.copy_(pattern(step, elements=3 << 18))
             comm.isend(buffer, 1).wait(LIMIT)
             buffer.fill_(0)
         else:
@@ -130,8 +130,8 @@ def overwrite_after_wait(subject: Subject) -> list[str]:
 
 @rule(Level.L2, "wait-usable")
 def wait_usable(bench: Bench) -> None:
-    """One buffer is sent four times and cleared after each wait."""
-    wanted = [digest(pattern(step)) for step in range(4)]
+    """One buffer is sent eight times and cleared after each wait."""
+    wanted = [digest(pattern(step, elements=3 << 18)) for step in range(8)]
     assert bench.run(overwrite_after_wait, 2)[1] == wanted
 
 
