@@ -652,15 +652,16 @@ class Communicator:
         key = None
         if kind is Kind.TENSOR_DICT:
             if at_most < 0:
-                plain, known, key = layouts.flat(value)
-                if known is not None:
-                    layout, placements, packed = known
-                    return self._message(layout, placements, plain, packed, step)
+                flat = layouts.flat(value)
+                if flat.known is not None:
+                    layout, packed = flat.known
+                    return self._message(layout, flat.tensors, packed, step)
+                key = flat.key
             _check_dict(value, operation)
         packed, tensors = pack(value, self._session.limits, operation)
         outgoing = self._encode(operation, kind, tensors, packed, step, at_most)
         if key is not None:
-            layouts.learn(key, outgoing.layout, outgoing.placements, packed)
+            layouts.learn(key, outgoing.layout, packed)
         return outgoing
 
     def _encode(
@@ -686,7 +687,7 @@ class Communicator:
                 "Send less at once, or raise the limit on all ranks",
             )
         reserved = at_most >= 0 and self._connection.device is not None
-        layout, placements = self._session.layouts.place(kind, tensors, at_most, reserved)
+        layout = self._session.layouts.place(kind, tensors, at_most, reserved)
         header_bytes = layout.header_bytes + len(packed)
         if header_bytes > limits.max_header_bytes:
             raise CommError(
@@ -696,28 +697,28 @@ class Communicator:
                 f"{limits.max_header_bytes}",
                 "Send fewer tensors at once, or raise the limit on all ranks",
             )
-        return self._message(layout, placements, tensors, packed, step)
+        return self._message(layout, tensors, packed, step)
 
     def _message(
-        self,
-        layout: Layout,
-        placements: bytes,
-        tensors: Sequence[Tensor],
-        packed: bytes,
-        step: int,
+        self, layout: Layout, tensors: Sequence[Tensor], packed: bytes, step: int
     ) -> Outgoing:
         """Leave what is not copied into the header to the retention policy."""
         reserved = None
         if layout.apart:
-            apart = [t for t, place in zip(tensors, placements, strict=True) if place > 1]
-            kept = iter(self._session.retention.retain(apart))
+            places = layout.placements
+            apart = [place >= Placement.MESSAGE for place in places]
+            kept = iter(
+                self._session.retention.retain(
+                    [tensor for tensor, is_apart in zip(tensors, apart, strict=True) if is_apart]
+                )
+            )
             tensors = [
-                next(kept) if place > 1 else tensor
-                for tensor, place in zip(tensors, placements, strict=True)
+                next(kept) if is_apart else tensor
+                for tensor, is_apart in zip(tensors, apart, strict=True)
             ]
-            if placements[0] == Placement.RESERVED:
+            if places[0] == Placement.RESERVED:
                 reserved = self._padded(tensors[0], layout.at_most)
-        return Outgoing(layout, placements, tensors, packed, step, reserved)
+        return Outgoing(layout, tensors, packed, step, reserved)
 
     def _send(self, operation: Operation, outgoing: Outgoing) -> Handle:
         lane = self._connection.send_lane(

@@ -13,8 +13,8 @@ from commlayer.wire.outgoing import Layouts, Outgoing
 def outgoing(
     kind: Kind, tensors: Sequence[Tensor], value: bytes, inline_bytes: int, step: int = -1
 ) -> Outgoing:
-    layout, placements = Layouts(inline_bytes, None).place(kind, tensors, -1, False)
-    return Outgoing(layout, placements, tensors, value, step)
+    layout = Layouts(inline_bytes, None).place(kind, tensors, -1, False)
+    return Outgoing(layout, tensors, value, step)
 
 
 def messages(

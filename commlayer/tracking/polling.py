@@ -57,7 +57,7 @@ class PollingProgress:
         pass
 
     def attend(self, operation: Operation) -> None:
-        self.poke()
+        self.advance()
 
     def drive(self, operation: Operation) -> bool:
         return False
@@ -162,9 +162,6 @@ class PollingProgress:
                 return False
             if not moved:
                 self._runtime.sleep(self.IDLE_SLEEP)
-
-    def poke(self) -> None:
-        self.advance()
 
     def join(self, lanes: Sequence[Driven], deadline: float) -> bool:
         names = {lane.name for lane in lanes}

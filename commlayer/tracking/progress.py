@@ -102,10 +102,6 @@ class ProgressEngine(Protocol):
         """Wait until `event` is set, driving lanes where the caller has to; False on timeout."""
         ...
 
-    def poke(self) -> None:
-        """Move what the caller's own calls have to move; never blocks."""
-        ...
-
     def join(self, lanes: Sequence[Driven], deadline: float) -> bool:
         """Wait until the procedures of `lanes` have ended; False if one runs at `deadline`."""
         ...

@@ -99,9 +99,6 @@ class WaiterProgress:
     def block(self, event: Event, timeout: float | None) -> bool:
         return event.wait(timeout)
 
-    def poke(self) -> None:
-        pass
-
     def join(self, lanes: Sequence[Driven], deadline: float) -> bool:
         tasks = [self._tasks[lane.name] for lane in lanes if lane.name in self._tasks]
         for task in tasks:

@@ -467,7 +467,7 @@ class Connection:
         sent = tuple(
             name
             for name, lane in sends
-            if lane.used and not lane.stuck and name not in (*pending, CONTROL_LANE)
+            if lane.posted and not lane.stuck and name not in (*pending, CONTROL_LANE)
         )
         self._control(peer, Bye(self._open_receives(peer), pending, sent))
 

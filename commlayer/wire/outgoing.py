@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from commlayer.wire.frame import (
     encode_prefix,
     encode_shape,
 )
-from commlayer.wire.tensors import TensorMeta, as_bytes, meta_of
+from commlayer.wire.tensors import TensorMeta, as_bytes, is_plain, meta_of
 
 _MOST_LAYOUTS = 1024
 
@@ -42,6 +42,7 @@ class Layout:
         "kind",
         "nbytes",
         "payload",
+        "placements",
         "room",
         "shape",
     )
@@ -57,6 +58,7 @@ class Layout:
         body = Body(metas, placements, at_most)
         sizes = [meta.nbytes for meta in metas]
         self.kind = kind
+        self.placements = placements
         self.at_most = at_most
         self.room = capacity(inline_bytes)
         self.shape = encode_shape(metas, placements, at_most)
@@ -71,6 +73,18 @@ class Layout:
         self.nbytes = self.header_bytes + sum(sizes)
 
 
+class Flat(NamedTuple):
+    """The tensors of a dict that holds nothing else, ready to be sent, and what is known of it.
+
+    `known` is the layout and the packed value of an equal dict that was learnt, and
+    `key` what to learn it by: ``None`` for a dict that has to be packed.
+    """
+
+    tensors: list[Tensor]
+    key: Any = None
+    known: tuple[Layout, bytes] | None = None
+
+
 class Layouts:
     """Finds the layout of tensors, and makes messages.
 
@@ -81,24 +95,28 @@ class Layouts:
     def __init__(self, inline_bytes: int, on_device: Callable[[Tensor], bool] | None) -> None:
         self._inline_bytes = inline_bytes
         self._on_device = on_device
-        self._layouts: OrderedDict[Any, tuple[Layout, bytes]] = OrderedDict()
-        self._flat: OrderedDict[Any, tuple[Layout, bytes, bytes]] = OrderedDict()
+        self._layouts: OrderedDict[Any, Layout] = OrderedDict()
+        self._flat: OrderedDict[Any, tuple[Layout, bytes]] = OrderedDict()
 
-    def place(
-        self, kind: Kind, tensors: Sequence[Tensor], at_most: int, reserved: bool
-    ) -> tuple[Layout, bytes]:
-        """The layout of `tensors` (contiguous), and the placement of each.
+    def place(self, kind: Kind, tensors: Sequence[Tensor], at_most: int, reserved: bool) -> Layout:
+        """The layout of `tensors`, which are contiguous.
 
         With `reserved` the only tensor travels as the message of `at_most` bytes.
         """
-        key = (kind, at_most, reserved, *((t.dtype, t.shape, t.device) for t in tensors))
+        key = (
+            kind, at_most, reserved,
+            *((t.dtype, t.shape, t.device, self._is_on_device(t)) for t in tensors),
+        )  # fmt: skip
         found = self._layouts.get(key)
         if found is None:
             placements = bytes([Placement.RESERVED]) if reserved else self._place(tensors)
             metas = tuple(meta_of(tensor) for tensor in tensors)
-            found = Layout(kind, metas, placements, self._inline_bytes, at_most), placements
+            found = Layout(kind, metas, placements, self._inline_bytes, at_most)
             _remember(self._layouts, key, found)
         return found
+
+    def _is_on_device(self, tensor: Tensor) -> bool:
+        return self._on_device is not None and self._on_device(tensor)
 
     def _place(self, tensors: Sequence[Tensor]) -> bytes:
         room = self._inline_bytes
@@ -107,7 +125,7 @@ class Layouts:
             size = tensor.nbytes
             if size == 0:
                 continue
-            if self._on_device is not None and self._on_device(tensor):
+            if self._is_on_device(tensor):
                 placements[index] = Placement.DEVICE
             elif size <= room:
                 room -= size
@@ -116,43 +134,24 @@ class Layouts:
                 placements[index] = Placement.MESSAGE
         return bytes(placements)
 
-    def flat(
-        self, value: Mapping[str, Any]
-    ) -> tuple[list[Tensor], tuple[Layout, bytes, bytes] | None, Any]:
-        """The tensors of a dict that holds nothing else, ready to be sent, and what is known of it.
-
-        Known is the layout, the placements and the packed value of an equal dict
-        that was `learnt`; the last of the three is the key to learn it by.  The
-        key is ``None`` for a dict that has to be packed.
-        """
+    def flat(self, value: Mapping[str, Any]) -> Flat:
+        """What is known of `value`, a dict of str to tensors in host memory if it has a key."""
         if type(value) is not dict:
-            return [], None, None
+            return Flat([])
         tensors = list(value.values())
         parts = []
-        for key, tensor in value.items():
-            if (
-                type(key) is not str
-                or type(tensor) is not Tensor
-                or tensor.layout is not torch.strided
-                or tensor.is_nested
-                or tensor.requires_grad
-                or tensor.is_conj()
-                or tensor.is_neg()
-                or not tensor.is_contiguous()
-                or tensor.device.type != "cpu"
-                or (self._on_device is not None and self._on_device(tensor))
-                or (tensor.data_ptr() == 0 and tensor.numel())
-            ):
-                return tensors, None, None
+        for name, tensor in value.items():
+            if type(name) is not str or not is_plain(tensor) or self._is_on_device(tensor):
+                return Flat(tensors)
             parts.append((tensor.dtype, tensor.shape))
         if len(set(map(id, tensors))) != len(tensors):
-            return tensors, None, None
-        known_as = (*value, *parts)
-        return tensors, self._flat.get(known_as), known_as
+            return Flat(tensors)
+        key = (*value, *parts)
+        return Flat(tensors, key, self._flat.get(key))
 
-    def learn(self, key: Any, layout: Layout, placements: bytes, packed: bytes) -> None:
+    def learn(self, key: Any, layout: Layout, packed: bytes) -> None:
         """Remember what a dict of tensors became, for the next one with the same key."""
-        _remember(self._flat, key, (layout, placements, packed))
+        _remember(self._flat, key, (layout, packed))
 
 
 def _remember(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:
@@ -174,7 +173,6 @@ class Outgoing:
         "layout",
         "nbytes",
         "payload",
-        "placements",
         "reserved",
         "step",
         "value",
@@ -183,7 +181,6 @@ class Outgoing:
     def __init__(
         self,
         layout: Layout,
-        placements: bytes,
         tensors: Sequence[Tensor],
         value: bytes,
         step: int = -1,
@@ -191,19 +188,18 @@ class Outgoing:
     ) -> None:
         """`tensors` are contiguous; `reserved` is what the only one travels as, if so placed."""
         self.layout = layout
-        self.placements = placements
         self.value = value
         self.step = step
         self.payload = []
         self.device_payload = []
         self.reserved = reserved is not None
         self._inline = []
-        for tensor, place in zip(tensors, placements, strict=True):
-            if place == 1:
+        for tensor, place in zip(tensors, layout.placements, strict=True):
+            if place == Placement.INLINE:
                 self._inline.append(tensor)
-            elif place == 2:
+            elif place == Placement.MESSAGE:
                 self.payload.append(as_bytes(tensor))
-            elif place == 3:
+            elif place == Placement.DEVICE:
                 self.device_payload.append(as_bytes(tensor))
         if reserved is not None:
             self.device_payload.append(reserved)
@@ -260,7 +256,7 @@ def _tensor_of(data: bytes) -> Tensor:
 
 def plain(kind: Kind, value: bytes = b"") -> Outgoing:
     """A message without tensors."""
-    return Outgoing(_PLAIN[kind], b"", (), value)
+    return Outgoing(_PLAIN[kind], (), value)
 
 
 _PLAIN = {kind: Layout(kind, (), b"", 0, -1) for kind in (Kind.CONTROL, Kind.GOODBYE)}

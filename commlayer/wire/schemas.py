@@ -12,6 +12,7 @@ fillers of one byte, which fit every receive.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,11 @@ class Stamp(NamedTuple):
     value: bool
     slot: int
     fillers: int = 0
+
+
+def fits_a_slot(sizes: Sequence[int]) -> bool:
+    """Whether payload of these sizes in bytes may be received ahead, for both ends."""
+    return 0 < len(sizes) <= SLOT_TENSORS and sum(sizes) <= SLOT_BYTES
 
 
 class _Sent:
@@ -136,13 +142,7 @@ class SentSchemas:
 
     def _earn(self, known: _Sent) -> int:
         """Give `known` a slot if it deserves one; returns the fillers that the slot needs."""
-        payload = known.layout.payload
-        if (
-            not payload
-            or known.layout.kind is Kind.TENSOR
-            or len(payload) > SLOT_TENSORS
-            or sum(payload) > SLOT_BYTES
-        ):
+        if known.layout.kind is Kind.TENSOR or not fits_a_slot(known.layout.payload):
             return 0
         self._messages += 1
         if self._free:
@@ -184,7 +184,7 @@ class Schema:
             (meta.shape, DTYPES[meta.dtype], meta.nbytes, place)
             for meta, place in zip(body.tensors, placements, strict=True)
         ]
-        self.inline = sum(size for _, _, size, place in self.parts if place == Placement.INLINE)
+        self.inline = body.inline_bytes
         self.payload = [i for i, place in enumerate(placements) if place == Placement.MESSAGE]
         self.on_device = any(place >= Placement.DEVICE for place in placements)
         self.reserved = Placement.RESERVED in placements
@@ -200,8 +200,7 @@ class Schema:
     @property
     def may_have_slot(self) -> bool:
         """Whether its payload may be received ahead."""
-        sizes = [self.parts[index][2] for index in self.payload]
-        return 0 < len(sizes) <= SLOT_TENSORS and sum(sizes) <= SLOT_BYTES
+        return fits_a_slot([self.parts[index][2] for index in self.payload])
 
 
 class AheadOfHeader(NamedTuple):

@@ -90,11 +90,6 @@ class SendLane:
         )
 
     @property
-    def used(self) -> bool:
-        """Whether a message was posted."""
-        return self._sequence > 0
-
-    @property
     def posted(self) -> int:
         """How many messages were posted."""
         return self._sequence
@@ -111,20 +106,19 @@ class SendLane:
         """
         operation.driven = self
         if self._context.device is None:
-            with self._lock:
-                if self._error is not None:
-                    raise self._error.again()
-                self._enqueue(operation, self._messages(outgoing))
-            self._post_outbox(operation)
+            self._post_host(operation, outgoing)
             return
         with self._turn:
-            with self._lock:
-                if self._error is not None:
-                    raise self._error.again()
-                self._enqueue(operation, self._messages(outgoing))
-                self._expect_device(operation, outgoing)
-            self._post_outbox(operation)
+            self._post_host(operation, outgoing)
             self._post_device(operation, outgoing)
+
+    def _post_host(self, operation: Operation, outgoing: Outgoing) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise self._error.again()
+            self._enqueue(operation, self._messages(outgoing))
+            self._expect_device(operation, outgoing)
+        self._post_outbox(operation)
 
     def _messages(self, outgoing: Outgoing) -> list[tuple[Tensor, int]]:
         """The native messages of `outgoing` in order, each with its tag."""
@@ -360,7 +354,7 @@ class SendLane:
             nothing = torch.empty(0, dtype=torch.uint8)
             place = bytes([Placement.RESERVED])
             layout = Layout(Kind.GOODBYE, (meta_of(nothing),), place, 0, self._reserved)
-            outgoing = Outgoing(layout, place, (nothing,), b"")
+            outgoing = Outgoing(layout, (nothing,), b"")
         head, _ = outgoing.head(self._sequence, slot=0)
         messages = [(head, self._tag), *_fillers(self._ahead.headers - 1, self._tag)]
         for slot, count in self._schemas.in_use():

@@ -51,8 +51,8 @@ def valid() -> list[bytes]:
     messages = []
     for value in VALUES:
         packed, tensors = pack(value, LIMITS, "")
-        layout, placements = layouts.place(Kind.OBJECT, tensors, -1, False)
-        head, _ = Outgoing(layout, placements, tensors, packed).head(0, slot=0)
+        layout = layouts.place(Kind.OBJECT, tensors, -1, False)
+        head, _ = Outgoing(layout, tensors, packed).head(0, slot=0)
         messages.append(bytes(head.tolist()))
     return messages
 

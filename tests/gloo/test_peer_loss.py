@@ -10,30 +10,11 @@ import pytest
 import torch
 from ranks import here
 from ranks.pool import Ranks, collect
+from ranks.victim import LARGE, VICTIM, exchange, lost
 
-from commlayer import CommError, CommTimeout, Communicator, ErrorKind, Handle
+from commlayer import CommError, CommTimeout, ErrorKind, Handle
 
-LARGE = 1 << 18
 HUGE = 1 << 25
-
-VICTIM = 1
-
-
-def exchange(comm: Communicator, peer: int) -> None:
-    """Traffic with `peer` in both directions, inline and large."""
-    for elements in (16, LARGE):
-        send = comm.isend(torch.full((elements,), float(comm.rank)), peer)
-        received = comm.recv(None, peer)
-        assert torch.equal(received, torch.full((elements,), float(peer)))
-        send.wait(20)
-
-
-def lost(handle: Handle) -> CommError:
-    """The error of a handle whose peer has died."""
-    with pytest.raises(CommError, match=f"rank {VICTIM}") as caught:
-        handle.wait(20)
-    assert caught.value.kind is ErrorKind.PEER_LOST
-    return caught.value
 
 
 def stopped_peer() -> None:

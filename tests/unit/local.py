@@ -300,3 +300,9 @@ def connected(
         for rank in range(hub.size):
             hub.kill(rank)
     assert hub.violations == []
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether `condition` comes true, which the lanes see to."""
+    moment = threading.Event()
+    return any(condition() or moment.wait(0.01) for _ in range(3000))

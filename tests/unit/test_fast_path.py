@@ -5,13 +5,22 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from local import WAITED, Hub, LocalBackend, LocalEndpoint, connect_rank, connected, on_every_rank
+from local import (
+    WAITED,
+    Hub,
+    LocalBackend,
+    LocalEndpoint,
+    connect_rank,
+    connected,
+    eventually,
+    on_every_rank,
+)
 from torch import Tensor
 
 from commlayer.backend import World
@@ -239,12 +248,6 @@ def counted(**settings: Any) -> Iterator[tuple[Hub, list[Communicator], list[Cou
 SMALL, LARGE = 256, 1 << 17
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether `condition` comes true, which the lanes see to."""
-    moment = threading.Event()
-    return any(condition() or moment.wait(0.01) for _ in range(3000))
-
-
 def warmed(comms: list[Communicator], elements: int) -> dict[str, Tensor]:
     a, b = comms
     source = decode_step(0, elements)
@@ -309,6 +312,8 @@ def test_copies_and_allocations_of_a_repeated_dict(monkeypatch: pytest.MonkeyPat
 
     with counted() as (_, comms, _), monkeypatch.context() as patch:
         large, small = warmed(comms, LARGE), warmed(comms, SMALL)
+        lane = comms[1]._connection.peers[0].receives["data", OBJECTS]
+        assert eventually(lambda: lane._fresh is not None)
         sent: list[int] = []
         whole = LocalEndpoint.isend
         patch.setattr(

@@ -17,10 +17,12 @@ from local import (
     Hub,
     connect_rank,
     connected,
+    eventually,
     on_every_rank,
 )
 from msgspec.structs import replace
 
+from commlayer.communicator import Communicator
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
 from commlayer.semantics import (
@@ -291,11 +293,18 @@ def test_nobody_waits_for_a_driver_that_died(facts: Semantics) -> None:
                 again().wait(30)
 
 
+def listens(comm: Communicator) -> bool:
+    """Whether every lane has posted the receives that it keeps posted."""
+    lanes = [lane for peer in comm._connection.peers.values() for lane in peer.receives.values()]
+    return all(len(lane._posted) == lane._posting_ahead.headers for lane in lanes)
+
+
 def test_a_native_error_loses_the_peer_and_no_other(facts: Semantics) -> None:
     hub = Hub(3, facts)
     with connected(hub=hub, close_timeout=0.5) as (a, _, c):
         lost = [a.isend(torch.ones(5000), 1), a.irecv(None, 1), a.irecv_object(1)]
         kept = a.irecv(None, 2)
+        assert eventually(lambda: listens(a)), "a lane has not posted its receives"
         hub.kill(1)
         for handle in lost:
             with pytest.raises(CommError, match="reset by peer") as caught:

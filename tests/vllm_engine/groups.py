@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from commlayer_vllm.install import install
 from commlayer_vllm.pipeline_group import PipelineGroup
 from commlayer_vllm.settings import settings_of
 from ranks import here
+from ranks.pool import Ranks
 from vllm.distributed.parallel_state import GroupCoordinator
 
 
@@ -41,3 +44,19 @@ def end(group: Any) -> None:
     """Destroy `group` on all ranks at once, as the engine's shutdown does."""
     group.destroy()
     dist.destroy_process_group()
+
+
+def killed(ranks: Ranks, body: Callable[[], None]) -> None:
+    """Run `body` on two ranks and kill rank 1 once it has said that messages flow.
+
+    Each says when it is connected and waits for a word; rank 0 must end well.
+    """
+    survivor, victim = ranks.spawn(body, 2, finalize=False)
+    for process in (survivor, victim):
+        process.hear()
+    for process in (survivor, victim):
+        process.say("go")
+    victim.hear()
+    victim.signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
+    survivor.result(20)

@@ -452,15 +452,7 @@ def dying_stage() -> None:
 
 
 def test_the_death_of_a_stage_is_a_named_error_and_no_hang(ranks: Ranks) -> None:
-    survivor, victim = ranks.spawn(dying_stage, 2, finalize=False)
-    for process in (survivor, victim):
-        process.hear()
-    for process in (survivor, victim):
-        process.say("go")
-    victim.hear()
-    victim.signal(signal.SIGKILL)
-    assert victim.wait() == -signal.SIGKILL
-    survivor.result(20)
+    groups.killed(ranks, dying_stage)
 
 
 def delivers_at_destroy() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import weakref
 from typing import Any
 
@@ -229,15 +228,7 @@ def dying_peer() -> None:
 
 
 def test_a_peer_that_dies_is_named(ranks: Ranks) -> None:
-    survivor, victim = ranks.spawn(dying_peer, 2, finalize=False)
-    for process in (survivor, victim):
-        process.hear()
-    for process in (survivor, victim):
-        process.say("go")
-    victim.hear()
-    victim.signal(signal.SIGKILL)
-    assert victim.wait() == -signal.SIGKILL
-    survivor.result(20)
+    groups.killed(ranks, dying_peer)
 
 
 def never_received() -> None:
