@@ -47,7 +47,7 @@ def beside_a_silent_peer(subject: Subject) -> list[str]:
         send = comm.isend(pattern(0), VICTIM)
         for handle in (receive, send):
             for _ in range(2):
-                assert expires(handle, 0.2), "complete, and the peer is stopped"
+                assert expires(handle.synchronize), "complete, and the peer is stopped"
         comm.isend(pattern(0, 2), 2)
         found.append(digest(comm.recv(None, 2)))
         here.say("timed out")

@@ -28,5 +28,5 @@ class Mutant:
 
     @property
     def hangs(self) -> bool:
-        """Whether its ranks do not come to an end, so that waiting long for them is idle."""
-        return self.says == HANGS
+        """Whether its ranks may not come to an end, so that waiting long for them is idle."""
+        return HANGS in self.says
