@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from commlayer.config import CommConfig
@@ -20,76 +19,18 @@ from commlayer.handle import (
     StreamHandle,
     checked_timeout,
 )
-from commlayer.observe.observation import Observation
 from commlayer.observe.report import Report
 from commlayer.receive import MessageClaim
-from commlayer.semantics import Capture, Semantics
+from commlayer.semantics import Semantics
+from commlayer.send import check_dict
+from commlayer.session import Session
 from commlayer.slices import Exchange, GatherHandle, WholeDictClaim, check_replicated, sliced
-from commlayer.streams.side_stream import SideStreams
-from commlayer.streams.track import Tracker
 from commlayer.tracking.ledger import Ledger
 from commlayer.tracking.lifetime import Fingerprint
 from commlayer.tracking.operation import LaneKey, Operation, calling_site
-from commlayer.tracking.retention import DeviceHold, RetentionPolicy
-from commlayer.wire.connection import Connection
-from commlayer.wire.frame import Kind, Placement
-from commlayer.wire.outgoing import Layout, Layouts, Outgoing
+from commlayer.wire.frame import Kind
+from commlayer.wire.outgoing import Outgoing
 from commlayer.wire.tags import BROADCAST, MAX_TAG, OBJECTS, SLICES
-from commlayer.wire.tensors import DTYPES, Limits, as_bytes, overlaps, sendable
-from commlayer.wire.values import pack
-
-
-class Session:
-    """What all channels of one communicator share."""
-
-    def __init__(
-        self,
-        *,
-        connection: Connection,
-        backend: str,
-        semantics: Semantics,
-        host_devices: tuple[str, ...],
-        config: CommConfig,
-        retention: RetentionPolicy,
-        release: Callable[[], None],
-    ) -> None:
-        self.connection = connection
-        self.backend = backend
-        self.semantics = semantics
-        self.host_devices = host_devices
-        self.config = config
-        self.retention = retention
-        self.device_hold = getattr(retention, "device_hold", DeviceHold.COMPLETION)
-        self.limits = Limits.from_config(config)
-        self.release = release
-        self.channels: dict[str, Communicator] = {}
-        self.observation: Observation
-        device = connection.device
-        self.layouts = Layouts(config.inline_bytes, None if device is None else device.device.holds)
-        self.tracker = Tracker(connection.runtime, connection.ledger, device, semantics)
-        self.side_streams = SideStreams(
-            None if device is None else device.device,
-            lambda event, tensors: self.tracker.track(event, tensors, ("data", connection.rank)),
-            check=config.check_lifetime,
-        )
-
-    def close(self, timeout: float | None = None) -> None:
-        """Close the connection and release the transport if nothing is left inside it.
-
-        Tracked work that does not complete in time goes on, and keeps the transport.
-        """
-        limit = checked_timeout(timeout)
-        limit = self.config.close_timeout if limit is None else limit
-        deadline = self.connection.runtime.now() + limit
-        try:
-            if self.connection.close(limit) and self.tracker.join(deadline):
-                self.release()
-        finally:
-            self.observation.close()
-
-    def steps(self) -> dict[str, int]:
-        """How many broadcasts each channel has had."""
-        return {name: channel._step for name, channel in self.channels.items()}
 
 
 class Communicator:
@@ -184,8 +125,7 @@ class Communicator:
         messages of different tags do not wait for each other.
         """
         operation = self._operation("isend", dst, "send", self._tag(tag))
-        tensors = [sendable(tensor, operation)]
-        return self._send(operation, self._encode(operation, Kind.TENSOR, tensors, b""))
+        return self._send(operation, self._session.encoder.tensor(operation, tensor))
 
     def irecv(self, tensor: Tensor | None, src: int, tag: int = 0) -> Handle:
         """Post a receive from rank `src` into `tensor`; ``result()`` returns it.
@@ -196,7 +136,7 @@ class Communicator:
         """
         operation = self._operation("irecv", src, "recv", self._tag(tag))
         if tensor is not None:
-            self._check_target(tensor, operation)
+            self._session.memory.check_target(tensor, operation)
         return self._receive(operation, self._claim(operation, Kind.TENSOR, target=tensor))
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
@@ -251,13 +191,15 @@ class Communicator:
         operation = self._operation("isend_tensor_dict", dst, "send", OBJECTS)
         value = tensor_dict
         if group is not None:
-            _check_dict(tensor_dict, operation)
+            check_dict(tensor_dict, operation)
             where = operation.describe()
             whole, value = value, sliced(value, all_gather_tensors, group, where)
             if self.config.check_slices:
                 key = group._exchange.key(self._exchange_kind("check"))
                 check_replicated(whole, value, group, key, where, self.config.full_timeout)
-        return self._send(operation, self._encode_value(operation, Kind.TENSOR_DICT, value))
+        return self._send(
+            operation, self._session.encoder.value(operation, Kind.TENSOR_DICT, value)
+        )
 
     def irecv_tensor_dict(
         self,
@@ -339,7 +281,7 @@ class Communicator:
 
         def target(operation: Operation) -> Tensor | None:
             if tensor is not None:
-                self._check_target(tensor, operation)
+                self._session.memory.check_target(tensor, operation)
             return tensor
 
         def contents(operation: Operation, step: int, size: int) -> Outgoing:
@@ -347,8 +289,7 @@ class Communicator:
                 raise CommError(
                     ErrorKind.CONFIG, operation.describe(), "rank src has no tensor", "Pass one"
                 )
-            tensors = [sendable(tensor, operation)]
-            return self._encode(operation, Kind.TENSOR, tensors, b"", step, size)
+            return self._session.encoder.tensor(operation, tensor, step, size)
 
         return self._broadcast(
             "broadcast", Kind.TENSOR, src, tensor, contents, target, async_op, at_most
@@ -361,7 +302,7 @@ class Communicator:
         """
 
         def contents(operation: Operation, step: int, size: int) -> Outgoing:
-            return self._encode_value(operation, Kind.OBJECT, obj, step, size)
+            return self._session.encoder.value(operation, Kind.OBJECT, obj, step, size)
 
         return self._broadcast(
             "broadcast_object", Kind.OBJECT, src, obj, contents, _no_target, async_op
@@ -382,7 +323,7 @@ class Communicator:
         """
 
         def contents(operation: Operation, step: int, size: int) -> Outgoing:
-            return self._encode_value(operation, Kind.TENSOR_DICT, tensor_dict, step, size)
+            return self._session.encoder.value(operation, Kind.TENSOR_DICT, tensor_dict, step, size)
 
         return self._broadcast(
             "broadcast_tensor_dict",
@@ -568,62 +509,6 @@ class Communicator:
             device.advance()
         return operation
 
-    def _check_target(self, tensor: Tensor, operation: Operation) -> None:
-        cause = ""
-        if not isinstance(tensor, Tensor):
-            cause = f"{type(tensor).__name__} is not a tensor"
-        elif tensor.is_nested or tensor.layout is not torch.strided:
-            cause = "a tensor that is not dense cannot be received into"
-        elif tensor.dtype not in DTYPES.values():
-            cause = f"a tensor of {tensor.dtype} cannot be received into"
-        elif not self._reaches(tensor):
-            cause = f"backend {self.backend!r} does not write memory of {tensor.device} here"
-        elif overlaps(tensor):
-            cause = "a tensor with several elements in one place cannot be received into"
-        elif tensor.is_conj() or tensor.is_neg():
-            cause = "a lazily conjugated or negated tensor cannot be received into"
-        if cause:
-            raise CommError(
-                ErrorKind.UNSUPPORTED,
-                operation.describe(),
-                cause,
-                "Receive into a dense tensor on a device of the backend",
-            )
-        self._check_capture(tensor, operation)
-
-    def _reaches(self, tensor: Tensor) -> bool:
-        """Whether the backend, or the host backend beside it, reads and writes this memory."""
-        return self._on_device(tensor) or tensor.device.type in self._session.host_devices
-
-    def _on_device(self, tensor: Tensor) -> bool:
-        device = self._connection.device
-        return device is not None and device.device.holds(tensor)
-
-    def _check_devices(self, tensors: Sequence[Tensor], operation: Operation) -> None:
-        for tensor in tensors:
-            if not self._reaches(tensor):
-                raise CommError(
-                    ErrorKind.UNSUPPORTED,
-                    operation.describe(),
-                    f"backend {self.backend!r} does not read memory of {tensor.device} here",
-                    "Choose a backend for that device, or copy the tensor to "
-                    f"{' or '.join(self.semantics.devices)} first",
-                )
-            self._check_capture(tensor, operation)
-
-    def _check_capture(self, tensor: Tensor, operation: Operation) -> None:
-        device = self._connection.device
-        if device is None or self.semantics.capture is Capture.ALLOWED:
-            return
-        if device.device.holds(tensor) and device.device.capturing():
-            raise CommError(
-                ErrorKind.UNSUPPORTED,
-                operation.describe(),
-                f"the current stream is being captured, and backend {self.backend!r} declares "
-                "capture = REFUSED",
-                "Send and receive outside the captured region",
-            )
-
     def _exchange_kind(self, what: str) -> tuple[str, str, str]:
         return what, self.config.name, self._channel
 
@@ -638,87 +523,11 @@ class Communicator:
 
     def _send_object(self, kind: str, obj: Any, dst: int, tag: str) -> Handle:
         operation = self._operation(kind, dst, "send", tag)
-        return self._send(operation, self._encode_value(operation, Kind.OBJECT, obj))
+        return self._send(operation, self._session.encoder.value(operation, Kind.OBJECT, obj))
 
     def _receive_object(self, kind: str, src: int, tag: str) -> Handle:
         operation = self._operation(kind, src, "recv", tag)
         return self._receive(operation, MessageClaim(operation, Kind.OBJECT))
-
-    def _encode_value(
-        self, operation: Operation, kind: Kind, value: Any, step: int = -1, at_most: int = -1
-    ) -> Outgoing:
-        """The message of a value; an equal dict of tensors is not packed a second time."""
-        layouts = self._session.layouts
-        key = None
-        if kind is Kind.TENSOR_DICT:
-            if at_most < 0:
-                flat = layouts.flat(value)
-                if flat.known is not None:
-                    layout, packed = flat.known
-                    return self._message(layout, flat.tensors, packed, step)
-                key = flat.key
-            _check_dict(value, operation)
-        packed, tensors = pack(value, self._session.limits, operation)
-        outgoing = self._encode(operation, kind, tensors, packed, step, at_most)
-        if key is not None:
-            layouts.learn(key, outgoing.layout, packed)
-        return outgoing
-
-    def _encode(
-        self,
-        operation: Operation,
-        kind: Kind,
-        tensors: Sequence[Tensor],
-        packed: bytes,
-        step: int = -1,
-        at_most: int = -1,
-    ) -> Outgoing:
-        """The message of `tensors`, which are `sendable`, and a packed value."""
-        self._check_devices(tensors, operation)
-        if at_most >= 0:
-            self._check_size(tensors, at_most, operation)
-        limits = self._session.limits
-        if max(sum(tensor.nbytes for tensor in tensors), at_most) > limits.max_message_bytes:
-            raise CommError(
-                ErrorKind.UNSUPPORTED,
-                operation.describe(),
-                f"{sum(tensor.nbytes for tensor in tensors)} bytes exceed max_message_bytes = "
-                f"{limits.max_message_bytes}",
-                "Send less at once, or raise the limit on all ranks",
-            )
-        reserved = at_most >= 0 and self._connection.device is not None
-        layout = self._session.layouts.place(kind, tensors, at_most, reserved)
-        header_bytes = layout.header_bytes + len(packed)
-        if header_bytes > limits.max_header_bytes:
-            raise CommError(
-                ErrorKind.UNSUPPORTED,
-                operation.describe(),
-                f"a header of {header_bytes} bytes exceeds max_header_bytes = "
-                f"{limits.max_header_bytes}",
-                "Send fewer tensors at once, or raise the limit on all ranks",
-            )
-        return self._message(layout, tensors, packed, step)
-
-    def _message(
-        self, layout: Layout, tensors: Sequence[Tensor], packed: bytes, step: int
-    ) -> Outgoing:
-        """Leave what is not copied into the header to the retention policy."""
-        reserved = None
-        if layout.apart:
-            places = layout.placements
-            apart = [place >= Placement.MESSAGE for place in places]
-            kept = iter(
-                self._session.retention.retain(
-                    [tensor for tensor, is_apart in zip(tensors, apart, strict=True) if is_apart]
-                )
-            )
-            tensors = [
-                next(kept) if is_apart else tensor
-                for tensor, is_apart in zip(tensors, apart, strict=True)
-            ]
-            if places[0] == Placement.RESERVED:
-                reserved = self._padded(tensors[0], layout.at_most)
-        return Outgoing(layout, tensors, packed, step, reserved)
 
     def _send(self, operation: Operation, outgoing: Outgoing) -> Handle:
         lane = self._connection.send_lane(
@@ -818,33 +627,6 @@ class Communicator:
         owner._at_most = at_most
         return at_most
 
-    def _check_size(self, tensors: Sequence[Tensor], at_most: int, operation: Operation) -> None:
-        cause = ""
-        if len(tensors) != 1:
-            cause = f"at_most declares the size of one tensor, there are {len(tensors)}"
-        elif tensors[0].nbytes > at_most:
-            cause = f"the tensor has {tensors[0].nbytes} bytes, at_most = {at_most}"
-        elif self._connection.device is not None and not self._on_device(tensors[0]):
-            cause = f"at_most declares a tensor on the device, this is on {tensors[0].device}"
-        if cause:
-            raise CommError(
-                ErrorKind.CONFIG, operation.describe(), cause,
-                "Declare the largest size, on all ranks, for one tensor on the device",
-            )  # fmt: skip
-
-    def _padded(self, tensor: Tensor, size: int) -> Tensor:
-        """Device memory of `size` bytes that begins with those of `tensor`."""
-        device = self._connection.device
-        assert device is not None
-        data = as_bytes(tensor)
-        if data.numel() == size:
-            return data
-        with torch.inference_mode(False):
-            padded = device.device.empty((size,), torch.uint8)
-        if data.numel():
-            device.device.copy(padded[: data.numel()], data)
-        return padded
-
     def _fan_out(self, operations: Sequence[Operation], outgoing: Outgoing) -> list[Handle]:
         """Post one message to every peer; a peer that is lost fails its own handle only."""
         owner = self._session.channels[self._broadcast_channel]
@@ -866,16 +648,6 @@ class Communicator:
             except CommError as error:
                 self.ledger.fail(operation, error)
         return [self._handle(operation) for operation in operations]
-
-
-def _check_dict(value: Any, operation: Operation) -> None:
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise CommError(
-            ErrorKind.CONFIG,
-            operation.describe(),
-            "a tensor dict is a dict whose keys are str",
-            "Use isend_object for other values",
-        )
 
 
 def _checked_group(group: Any, call: str) -> Communicator | None:

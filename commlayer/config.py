@@ -201,9 +201,13 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             "for `commlayer trace`; empty for none."
         ),
     ] = ""
-    metrics: Annotated[bool, _key("Keep figures in the default registry of prometheus-client.")] = (
-        False
-    )
+    metrics: Annotated[
+        bool,
+        _key(
+            "Keep figures in the default registry of prometheus-client, or in the files of its "
+            "multiprocess mode."
+        ),
+    ] = False
     check_slices: Annotated[
         bool,
         _key(

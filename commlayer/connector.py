@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from commlayer import shutdown
 from commlayer.backend import Endpoint, Transport, World
-from commlayer.communicator import Communicator, Session
+from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
 from commlayer.liveness.meeting import Meeting
@@ -18,6 +18,7 @@ from commlayer.observe.observation import Observation
 from commlayer.registry import LoadedBackend, Registry, default_registry
 from commlayer.rendezvous import Hello, agree, world_of_group, world_of_job
 from commlayer.semantics import Order, Poll, PostMayBlock, Semantics, Threads, WaitBlocks
+from commlayer.session import Session
 from commlayer.streams.backend import StreamBackend
 from commlayer.streams.side import DeviceSide
 from commlayer.tracking.engines import choose_progress

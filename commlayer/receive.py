@@ -102,8 +102,12 @@ class MessageClaim:
         if self._target is None:
             return tensor
         if tensor is not None and tensor.numel():
+            copy = self._copy or Tensor.copy_
             with torch.inference_mode():
-                (self._copy or Tensor.copy_)(self._target, tensor.view(self._target.shape))
+                if self._target.is_contiguous():  # by bytes: torch 2.8 cannot copy every dtype
+                    copy(as_bytes(self._target), as_bytes(tensor))
+                else:
+                    copy(self._target, tensor.view(self._target.shape))
         return self._result
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from commlayer.errors import CommError, ErrorKind
 
 if TYPE_CHECKING:
-    from commlayer.communicator import Session
+    from commlayer.session import Session
 
 logger = logging.getLogger("commlayer")
 

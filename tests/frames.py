@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from commlayer.wire.frame import LOOSE, Kind
 from commlayer.wire.outgoing import Layouts, Outgoing
+from commlayer.wire.tensors import Limits
+from commlayer.wire.values import pack
 
 
 def outgoing(
@@ -29,3 +32,20 @@ def messages(
     out = outgoing(kind, tensors, value, inline_bytes, step)
     head, body = out.head(sequence, slot=LOOSE if out.payload else 0)
     return [head, *([] if body is None else [body]), *out.payload]
+
+
+def framed(
+    value: Any,
+    sequence: int = 0,
+    *,
+    inline_bytes: int,
+    kind: Kind = Kind.OBJECT,
+    **limits: Any,
+) -> list[bytes]:
+    """The native messages of a value, as bytes; `limits` are those of its sender."""
+    packed, tensors = pack(value, Limits(**limits), "")
+    return [bytes(m.tolist()) for m in messages(kind, tensors, packed, inline_bytes, sequence)]
+
+
+def patched(message: bytes, at: int, data: bytes) -> bytes:
+    return message[:at] + data + message[at + len(data) :]

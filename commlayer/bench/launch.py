@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import socket
 import subprocess
 import sys
 import tempfile
@@ -94,11 +93,3 @@ def _failure(cause: str, errors: IO[bytes]) -> CommError:
     return CommError(
         ErrorKind.PEER_LOST, "bench", f"{cause}\n{detail}".strip(), "All ranks were ended"
     )
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listened on just now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

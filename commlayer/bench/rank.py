@@ -23,6 +23,7 @@ from commlayer.bench.job import Away, Job, Message, Progress, Rows
 from commlayer.bench.records import Absent, Row
 from commlayer.bench.workload import Case, Here, Scale, Workload
 from commlayer.bench.workloads import WORKLOADS
+from commlayer.ports import LOOPBACK
 
 TORCH_BACKEND = "gloo"
 RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
@@ -44,7 +45,7 @@ def main(job: Job, rank: int, tell: Tell) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(job.ranks),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=LOOPBACK,
         MASTER_PORT=str(job.port),
     )
     dist.init_process_group(TORCH_BACKEND, timeout=timedelta(minutes=10))

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 from commlayer.bench.contenders import MPI, mpi
 from commlayer.bench.job import Away, Job, Progress, Rows
-from commlayer.bench.launch import free_port, run_ranks
+from commlayer.bench.launch import run_ranks
 from commlayer.bench.machine import this_machine
 from commlayer.bench.records import SCHEMA, Absent, Results, Row
 from commlayer.bench.workload import Scale
 from commlayer.bench.workloads import WORKLOADS
+from commlayer.ports import free_port
 
 
 def run(

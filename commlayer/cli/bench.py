@@ -12,15 +12,16 @@ import typer
 if TYPE_CHECKING:
     from commlayer.bench.records import Results
 
-
 BUSY = 0.5
 """Above this load average the machine had other things to do."""
 
 
 class WaitMode(str, Enum):
-    safe = "safe"
-    direct = "direct"
-    both = "both"
+    """Which of commlayer's wait modes are measured."""
+
+    SAFE = "safe"
+    DIRECT = "direct"
+    BOTH = "both"
 
 
 def register(app: typer.Typer) -> None:
@@ -36,7 +37,7 @@ def bench(
     ] = None,
     wait_mode: Annotated[
         WaitMode, typer.Option(help="Wait modes of commlayer that take part.")
-    ] = WaitMode.both,
+    ] = WaitMode.BOTH,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each contender.")] = 15,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer and smaller cases.")] = False,
     json: Annotated[
@@ -88,7 +89,7 @@ def _measure(
     from commlayer.bench.workload import Scale
     from commlayer.bench.workloads import WORKLOADS
 
-    hidden = {WaitMode.safe: DIRECT, WaitMode.direct: SAFE, WaitMode.both: ""}[wait_mode]
+    hidden = {WaitMode.SAFE: DIRECT, WaitMode.DIRECT: SAFE, WaitMode.BOTH: ""}[wait_mode]
     workloads = _known("--workload", workload, WORKLOADS)
     contenders = _known("--contender", contender, CONTENDERS)
     console = Console(stderr=True)

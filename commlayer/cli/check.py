@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from commlayer.cli._output import JSON, print_json
+from commlayer.cli._topology import Shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,13 +17,6 @@ if TYPE_CHECKING:
     from commlayer.pipeline.schedule import Facts, Schedule, Verdict
     from commlayer.pipeline.topology import Topology
     from commlayer.semantics import Semantics
-
-
-class Shape(str, Enum):
-    """A topology by name."""
-
-    LINEAR = "linear"
-    FOLDED = "folded"
 
 
 class Headers(str, Enum):
@@ -63,7 +57,7 @@ def check(
         schedules, facts = read_schedules(file, _named)
     else:
         schedules, facts = _pipeline(
-            _topology(topology, ranks, stages), batches, one_channel, headers, transport
+            topology.of(ranks, stages), batches, one_channel, headers, transport
         )
     try:
         verdict = check_schedules(schedules, facts)
@@ -91,12 +85,6 @@ def _named(name: str) -> Semantics:
     if name in PROFILES:
         return PROFILES[name].semantics
     return default_registry().load(name).backend.semantics
-
-
-def _topology(shape: Shape, ranks: int, stages: int) -> Topology:
-    from commlayer.pipeline.topology import FoldedTopology, LinearTopology
-
-    return LinearTopology(ranks) if shape is Shape.LINEAR else FoldedTopology(ranks, stages)
 
 
 def _pipeline(

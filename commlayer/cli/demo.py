@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from commlayer.cli._output import JSON, print_json
+from commlayer.cli._topology import Shape
 
 if TYPE_CHECKING:
     from commlayer.config import CommConfig
     from commlayer.demo.text import Tokenizer
     from commlayer.demo.weights import Progress, Source
-    from commlayer.pipeline.topology import Topology
 
 PROMPTS = (
     "What is the capital of France?",
@@ -25,13 +25,10 @@ PROMPTS = (
 
 
 class Model(str, Enum):
-    smollm2 = "smollm2"
-    toy = "toy"
+    """What answers."""
 
-
-class Shape(str, Enum):
-    linear = "linear"
-    folded = "folded"
+    SMOLLM2 = "smollm2"
+    TOY = "toy"
 
 
 def register(app: typer.Typer) -> None:
@@ -41,12 +38,12 @@ def register(app: typer.Typer) -> None:
 def demo(
     model: Annotated[
         Model, typer.Option(help="SmolLM2-135M-Instruct, or a small one with random weights.")
-    ] = Model.smollm2,
+    ] = Model.SMOLLM2,
     stages: Annotated[int, typer.Option(min=2, help="Processes to split the layers over.")] = 2,
     topology: Annotated[
         Shape,
         typer.Option(help="One stage a process, or two: up the processes and back down."),
-    ] = Shape.linear,
+    ] = Shape.LINEAR,
     prompt: Annotated[
         list[str] | None, typer.Option(help="What to ask; may be repeated.", show_default=False)
     ] = None,
@@ -91,7 +88,7 @@ def demo(
             source=source,
             prompts=tuple(tuple(tokenizer.encode(text)) for text in prompts),
             limits=Limits(max_tokens, micro_batch, in_flight or 2 * stages, prefill_chunk),
-            topology=_topology(topology, stages),
+            topology=topology.of(stages),
             rounds=rounds,
             config=comm_config,
         )
@@ -105,12 +102,6 @@ def demo(
         screen.show(result)
     if not result.tokens_identical:
         raise typer.Exit(1)
-
-
-def _topology(shape: Shape, ranks: int) -> Topology:
-    from commlayer.pipeline.topology import FoldedTopology, LinearTopology
-
-    return LinearTopology(ranks) if shape is Shape.linear else FoldedTopology(ranks)
 
 
 def _config(file: Path | None) -> CommConfig:
@@ -132,7 +123,7 @@ def _lines(file: Path | None) -> list[str]:
 def _model(model: Model, cache: Path, progress: Progress) -> tuple[Source, Tokenizer]:
     from commlayer.demo import text, weights
 
-    if model is Model.toy:
+    if model is Model.TOY:
         return weights.toy(), text.ByteTokenizer()
     source = weights.smollm2(cache, progress)
     return source, text.ChatTokenizer(source.folder)

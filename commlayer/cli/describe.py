@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from commlayer.cli._facts import fact_line, fact_value, remark
 from commlayer.cli._output import JSON, plain, print_json
 
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ KINDS = ("p2p", "collective")
 
 Fact = tuple[tuple[str, ...], list[str]]
 """The cells of one fact (name and values), and the lines that explain them."""
+
+_WIDTHS = (26, 18)
 
 
 def register(app: typer.Typer) -> None:
@@ -69,27 +71,16 @@ def _print(loaded: LoadedBackend) -> None:
 
 
 def _print_facts(header: Sequence[str], facts: Iterable[Fact]) -> None:
-    """One line of values per fact, and under it, across the page, what they mean."""
+    """One line of values per fact, and under it what they mean."""
     from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    def line(cells: Sequence[str], style: str) -> Table:
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        for width in (26, 18)[: len(cells) - 1]:
-            grid.add_column(width=width, overflow="fold")
-        grid.add_column(overflow="fold")
-        grid.add_row(*(Text(cell, style=style) for cell in cells))
-        return grid
 
     console = Console()
     console.print()
-    console.print(line(header, "underline"))
+    console.print(fact_line(header, _WIDTHS, "underline"))
     for cells, meaning in facts:
-        console.print(line(cells, "bold"))
+        console.print(fact_line(cells, _WIDTHS, "bold"))
         for text in filter(None, meaning):
-            console.print(Padding(Text(text), (0, 0, 0, 4)))
+            console.print(remark(text))
 
 
 def _operation_facts(semantics: Semantics, sources: Mapping[str, str]) -> Iterator[Fact]:
@@ -106,7 +97,7 @@ def _operation_facts(semantics: Semantics, sources: Mapping[str, str]) -> Iterat
         for kind in KINDS:
             if source := sources.get(f"{kind}.{fact}"):
                 lines.append(f"{kind} source: {source}")
-        yield (fact, *(_value(fact, value) for value in values)), lines
+        yield (fact, *(fact_value(fact, value) for value in values)), lines
 
 
 def _transport_facts(semantics: Semantics, sources: Mapping[str, str]) -> Iterator[Fact]:
@@ -118,17 +109,7 @@ def _transport_facts(semantics: Semantics, sources: Mapping[str, str]) -> Iterat
             lines = [fact_meaning(fact, value), value_meaning(value)]
             if source := sources.get(fact):
                 lines.append(f"source: {source}")
-            yield (fact, _value(fact, value)), lines
-
-
-def _value(fact: str, value: object) -> str:
-    if isinstance(value, Enum):
-        return str(value.value)
-    if fact == "dtypes":
-        return "all" if value is None else plain(value) or "bytes only"
-    if fact == "max_outstanding_per_pair" and value == 0:
-        return "no limit"
-    return plain(value)
+            yield (fact, fact_value(fact, value)), lines
 
 
 def _sources(loaded: LoadedBackend) -> dict[str, str]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
 
-from commlayer.cli._output import JSON, plain, print_json
+from commlayer.cli._facts import fact_line, fact_value, remark
+from commlayer.cli._output import JSON, print_json
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
-    from commlayer.conformance.probes import FactReport, ProbeReport
+    from commlayer.conformance.probes import ProbeReport
 
 
 def register(app: typer.Typer) -> None:
@@ -65,6 +65,7 @@ def _encoded(report: ProbeReport) -> dict[str, object]:
     return {**msgspec.to_builtins(report), "certifiable": report.certifiable}
 
 
+_WIDTHS = (24, 17, 17)
 _STYLES = {
     "correct": "green",
     "over_claimed": "bold red",
@@ -91,19 +92,8 @@ def _print(report: ProbeReport) -> None:
 
 
 def _table(report: ProbeReport) -> Group:
-    """One line per fact, and under it, across the page, how it was measured."""
+    """One line per fact, and under it how it was measured."""
     from rich.console import Group
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    def line(cells: Sequence[str], style: str, last: str) -> Table:
-        grid = Table.grid(padding=(0, 2, 0, 0))
-        for width in (24, 17, 17)[: len(cells) - 1]:
-            grid.add_column(width=width, overflow="fold")
-        grid.add_column(overflow="fold")
-        grid.add_row(*(Text(cell, style=style) for cell in cells[:-1]), Text(cells[-1], style=last))
-        return grid
 
     columns = ["measured"] if report.c10d else ["declared", "measured", "verdict"]
     lines: list[RenderableType] = []
@@ -111,15 +101,14 @@ def _table(report: ProbeReport) -> Group:
     for fact in report.facts:
         kind, _, name = fact.fact.rpartition(".")
         if kind != group:
-            lines += ["", line([kind or "transport", *columns], "underline", "underline")]
+            lines += ["", fact_line([kind or "transport", *columns], _WIDTHS, "underline")]
             group = kind
-        cells, style = [name, _value(fact, fact.measured)], "bold"
+        cells, style = [name, _value(name, fact.measured)], ""
         if not report.c10d:
-            cells = [name, _value(fact, fact.declared), cells[1], _words(fact.verdict.value)]
+            cells = [name, _value(name, fact.declared), cells[1], _words(fact.verdict.value)]
             style = _STYLES[fact.verdict.value]
-        lines.append(line(cells, "bold", style))
-        for text in filter(None, [fact.reason, *fact.evidence]):
-            lines.append(Padding(Text(text), (0, 0, 0, 4)))
+        lines.append(fact_line(cells, _WIDTHS, "bold", style))
+        lines += [remark(text) for text in (fact.reason, *fact.evidence) if text]
     return Group(*lines)
 
 
@@ -127,11 +116,5 @@ def _words(verdict: str) -> str:
     return verdict.replace("_", " " if verdict == "not_measured" else "-")
 
 
-def _value(fact: FactReport, value: object) -> str:
-    if value is None:
-        return "-"
-    if fact.fact.endswith("max_outstanding_per_pair") and value == 0:
-        return "no limit"
-    if fact.fact.endswith("dtypes") and not value:
-        return "bytes only"
-    return plain(value)
+def _value(fact: str, value: object) -> str:
+    return "-" if value is None else fact_value(fact, value)

@@ -38,7 +38,7 @@ class Bench:
         """Play ``body(stage, rank)`` on `size` simulated ranks under many schedules.
 
         `settings` as of `commlayer.conformance.simulated.explore`.  Raises
-        `AssertionError` with the failure and the string that replays it.
+        `AssertionError` with the failure and the choices that lead to it.
         """
         from commlayer.conformance.simulated import explore
 
@@ -78,15 +78,18 @@ class Bench:
 
         `body` is a function of an importable module.
         """
-        self.evidence["ranks"] = sorted({*self.evidence.get("ranks", ()), size})
+        self._count(size)
         return self.ranks().spawn(body, size, self.subject, *arguments)
 
     def run(
         self, body: Callable[..., Any], size: int, *arguments: Any, limit: float = RANK_LIMIT
     ) -> list[Any]:
         """What ``body(subject, *arguments)`` returns on each of `size` real ranks."""
-        self.evidence["ranks"] = sorted({*self.evidence.get("ranks", ()), size})
+        self._count(size)
         return self.ranks().run(body, size, self.subject, *arguments, timeout=limit)
+
+    def _count(self, size: int) -> None:
+        self.evidence["ranks"] = sorted({*self.evidence.get("ranks", ()), size})
 
     def collect(self, processes: Sequence[Process], limit: float = RANK_LIMIT) -> list[Any]:
         """The results of spawned ranks; the first that fails or is late fails all."""

@@ -89,7 +89,7 @@ def _refusal(path: object, cause: str) -> CommError:
 def complaint(verdict: Verdict, deviation: Deviation | None) -> str:
     """Why a verdict is an error, given the deviation of its rule; nothing when it is none."""
     if deviation is None:
-        return verdict.message if verdict.outcome is Outcome.FAILED else ""
+        return (verdict.message or "it failed") if verdict.outcome is Outcome.FAILED else ""
     if verdict.outcome is Outcome.FAILED:
         return ""
     if verdict.outcome is Outcome.PASSED:

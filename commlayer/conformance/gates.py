@@ -23,6 +23,10 @@ TAGS = Gate("tags", lambda s: s.tags)
 EXACT_POLL = Gate("p2p.poll is exact", lambda s: s.p2p.poll is Poll.EXACT)
 REPEATABLE = Gate("p2p.wait_repeatable", lambda s: s.p2p.wait_repeatable)
 EAGER = Gate("p2p.eager_bytes is above 0", lambda s: s.p2p.eager_bytes > 0)
+UNFINISHED = Gate(
+    "p2p.eager_bytes is below 4 MiB: a send of that size waits for its receive",
+    lambda s: s.p2p.eager_bytes < 4 << 20,
+)
 WAITED_IN = Gate(
     "p2p.poll is not exact: the library waits inside the transport",
     lambda s: s.p2p.poll is not Poll.EXACT or s.p2p.wait_blocks is WaitBlocks.STREAM,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+import traceback
+from pathlib import Path
 
 from commlayer.conformance.bench import Bench
 from commlayer.conformance.rules import Level, Rule
@@ -32,9 +33,10 @@ def judge(rule: Rule, bench: Bench) -> Verdict:
         outcome, message = Outcome.NOT_RUN, str(error)
     except NotApplicable as error:
         outcome, message = Outcome.NOT_APPLICABLE, str(error)
+    except AssertionError as error:
+        outcome, message = Outcome.FAILED, str(error) or _line_of(error)
     except Exception as error:
-        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-        outcome, message = Outcome.FAILED, kind + str(error)
+        outcome, message = Outcome.FAILED, f"{type(error).__name__}: {error}"
     seconds = round(time.monotonic() - began, 3)
     evidence = bench.evidence
     bench.clear()
@@ -43,7 +45,7 @@ def judge(rule: Rule, bench: Bench) -> Verdict:
     )
 
 
-def judge_all(rules: Iterable[Rule], bench: Bench) -> Iterator[Verdict]:
-    """The verdicts of `rules`, one after another."""
-    for rule in rules:
-        yield judge(rule, bench)
+def _line_of(error: AssertionError) -> str:
+    """Where an assertion without a message stands, and what it says."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import torch
 from commlayer.communicator import Communicator
 from commlayer.sim import explorer
 from commlayer.sim.explorer import Report, Strategy
+from commlayer.sim.leftovers import BOUNDS, Leftovers
 from commlayer.sim.mount_core import mount
 from commlayer.sim.rank import Rank, blank, filled
 from commlayer.sim.scenario import Scenario
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 Body = Callable[["Stage", Rank], object]
 
-_OPERATIONS, _BYTES = 8, 1 << 20
-
 
 class Stage:
     """One execution: connects ranks, makes tensors where the subject's transport reads them.
@@ -36,9 +34,7 @@ class Stage:
         self.world = world
         self._subject = subject
         self._companion = subject.companion()
-        self._communicators: list[Communicator] = []
-        self._sources: list[weakref.ref[Any]] = []
-        world.at_end(self._check)
+        self._leftovers = Leftovers(world)
 
     @property
     def on_device(self) -> bool:
@@ -47,18 +43,14 @@ class Stage:
     def connect(self, rank: Rank, **config: Any) -> Communicator:
         """Connect a rank; bounded to 8 operations unless `config` says otherwise."""
         beside = None if self._companion is None else SimBackend(self.world, self._companion)
-        bounds = {"max_inflight_ops": _OPERATIONS, "max_inflight_bytes": _BYTES}
-        communicator = mount(
-            rank, self._subject.simulated(rank), beside=beside, **{**bounds, **config}
+        return self._leftovers.communicator(
+            mount(rank, self._subject.simulated(rank), beside=beside, **{**BOUNDS, **config})
         )
-        self._communicators.append(communicator)
-        return communicator
 
     def source(self, rank: Rank, value: int, nbytes: int = 16) -> torch.Tensor:
         """A tensor of that value in every byte, which must be freed at the end."""
-        tensor = rank.arena.full(value, nbytes) if self.on_device else filled(value, nbytes)
-        self._sources.append(weakref.ref(tensor.untyped_storage()))
-        return tensor
+        make = rank.arena.full if self.on_device else filled
+        return self._leftovers.source(make(value, nbytes))
 
     def target(self, rank: Rank, nbytes: int = 16) -> torch.Tensor:
         """A tensor to receive into."""
@@ -84,21 +76,9 @@ class Stage:
             look(tensor)
 
     def settle(self, rank: Rank) -> None:
-        """Wait for what was given to the rank's device."""
+        """Wait for what was given to the rank's device; done for every rank whose body returns."""
         if self.on_device:
             rank.device.synchronize()
-
-    def _check(self) -> None:
-        for communicator in self._communicators:
-            snapshot, rank = communicator.ledger.snapshot(), communicator.rank
-            config = communicator.config
-            assert snapshot.sends == 0, f"rank {rank} still counts {snapshot.sends} sends"
-            assert snapshot.bytes == 0, f"rank {rank} still retains {snapshot.bytes} bytes"
-            assert snapshot.peak_sends <= config.max_inflight_ops, (
-                f"rank {rank} had {snapshot.peak_sends} sends in flight"
-            )
-        alive = sum(source() is not None for source in self._sources)
-        assert alive == 0, f"{alive} source tensors are still alive"
 
 
 def explore(
@@ -119,7 +99,12 @@ def explore(
 
     def setup(world: World) -> None:
         stage = Stage(world, bench.subject)
-        world.start(size, lambda rank: body(stage, rank))
+
+        def play(rank: Rank) -> None:
+            body(stage, rank)
+            stage.settle(rank)
+
+        world.start(size, play)
 
     scenario = Scenario(body.__qualname__, setup, None, (profile.name,), early_ticks=early_ticks)
     budget = schedules or bench.schedules

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import socket
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 
@@ -14,6 +13,7 @@ from commlayer.demo.weights import Progress, load_stages
 from commlayer.demo.worker import Doing, Failed, Job, Message, Report, main
 from commlayer.errors import CommError, ErrorKind
 from commlayer.pipeline.topology import LinearTopology
+from commlayer.ports import free_port
 
 STALL_SECONDS = 120.0
 """A run in which no rank says anything for so long is ended."""
@@ -28,7 +28,7 @@ def run_stages(job: Job, progress: Progress) -> list[Report]:
     size = job.topology.ranks
     progress(f"Starting {size} processes", 0, 0)
     context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    port = free_port()
     ranks: dict[Connection, int] = {}
     processes: list[SpawnProcess] = []
     try:
@@ -98,10 +98,3 @@ def run_alone(job: Job, progress: Progress) -> tuple[list[list[int]], RunStats]:
         return scheduler.generated(), stats
     finally:
         torch.set_num_threads(threads)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -22,6 +22,7 @@ from commlayer.demo.schedule import Limits, Scheduler
 from commlayer.demo.weights import Source, load_stages
 from commlayer.errors import CommError, ErrorKind
 from commlayer.pipeline.topology import Topology
+from commlayer.ports import LOOPBACK
 
 if TYPE_CHECKING:
     from commlayer.communicator import Communicator
@@ -128,7 +129,7 @@ def main(rank: int, job: Job, port: int, parent: Connection) -> None:
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(job.topology.ranks),
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=LOOPBACK,
         MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)

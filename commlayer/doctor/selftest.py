@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from commlayer.backend import Backend
 from commlayer.communicator import Communicator
 from commlayer.doctor.checks import Check
 from commlayer.errors import CommError
+from commlayer.ports import LOOPBACK, free_port
 
 SECONDS = 2.0
 """About how long the ranks talk."""
@@ -56,16 +56,14 @@ def _play(backend: Backend, seconds: float) -> Figures:
     environment = {key: value for key, value in os.environ.items() if key not in _OF_A_JOB}
     if launcher:
         return _result([[*launcher, *command]], [environment])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environments = [
         {
             **environment,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(port),
         }
         for rank in range(2)

@@ -1,11 +1,13 @@
 """Figures for Prometheus, through prometheus-client (extra ``commlayer[metrics]``).
 
 The data path counts into plain numbers under one lock; metric families are made
-when a registry is collected, which the host's own endpoint does.
+when a registry is collected, which the host's own endpoint does, or to be
+written to files (`multiprocess`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from bisect import bisect_left
@@ -15,10 +17,13 @@ from itertools import accumulate
 from typing import Any
 
 from commlayer.errors import CommError, ErrorKind
+from commlayer.observe.multiprocess import Files
 from commlayer.observe.spans import Span
 from commlayer.tracking.ledger import OperationView
 from commlayer.tracking.operation import LaneKey, Operation
 from commlayer.wire.connection import Connection
+
+logger = logging.getLogger("commlayer")
 
 BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 """Upper bounds of the histograms, in seconds."""
@@ -82,7 +87,8 @@ class Metrics:
         self._totals: defaultdict[LaneKey, _Totals] = defaultdict(_Totals)
         self.stalls = 0
         self.process = os.getpid()
-        _Collector.the().live.append(self)
+        self._collector = _Collector.the()
+        self._collector.live.append(self)
 
     def finished(self, span: Span) -> None:
         with self._lock:
@@ -106,11 +112,21 @@ class Metrics:
                 flows[lane.channel, str(lane.peer), lane.direction].add(totals)
         return flows
 
+    @property
+    def in_files(self) -> bool:
+        """Whether somebody has to call `publish` for the figures to be seen."""
+        return self._collector.files is not None
+
+    def publish(self) -> None:
+        """Write the figures of all connections of this process to files, in that mode."""
+        self._collector.publish()
+
     def close(self) -> None:
-        """Leave the registry."""
-        live = _Collector.the().live
-        if self in live:
-            live.remove(self)
+        """Leave the registry; in files, counters stay."""
+        if self in self._collector.live:
+            self.publish()
+            self._collector.live.remove(self)
+            self.publish()
 
 
 _registering = threading.Lock()
@@ -124,6 +140,7 @@ class _Collector:
     def __init__(self, core: Any) -> None:
         self._core = core
         self.live: list[Metrics] = []
+        self.files = Files.open()
 
     @classmethod
     def the(cls) -> _Collector:
@@ -142,6 +159,15 @@ class _Collector:
                 cls._instance = cls(core)
                 REGISTRY.register(cls._instance)
             return cls._instance
+
+    def publish(self) -> None:
+        """Write the families to files, in that mode; a failure is logged and ends it."""
+        if self.files is not None:
+            try:
+                self.files.write(self.collect())
+            except Exception:
+                self.files = None
+                logger.exception("commlayer: no figures in PROMETHEUS_MULTIPROC_DIR any more")
 
     def describe(self) -> list[Any]:
         """Nothing: names are known when there is a connection."""

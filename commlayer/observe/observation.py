@@ -61,13 +61,14 @@ class Observation:
         self._signalled = False
         self._said_at = -float("inf")
         self._closed = False
+        self._process = os.getpid()
         self._survey = Survey(connection, steps)
         self._inquiry = Inquiry(connection, self._survey, self._on_alarm)
         self._watch = StallWatch(config.stall_timeout) if config.stall_timeout else None
         self._recorder: Recorder | None = None
         self._metrics: Metrics | None = None
         self._spans: Spans | None = None
-        self._events = None
+        self._events: EventObserver | None = None
         self._path: Path | None = None
         now = connection.runtime.now
         sinks: list[Sink] = []
@@ -95,7 +96,8 @@ class Observation:
             connection.ledger.observer = observers[0] if len(observers) == 1 else FanOut(observers)
         self._signal: SignalHook | None = None
         self._monitor: Monitor | None = None
-        if monitored and (self._watch or self._path or config.report_signal):
+        published = self._metrics is not None and self._metrics.in_files
+        if monitored and (self._watch or self._path or config.report_signal or published):
             interval = min(_LONGEST_INTERVAL, self._limit / 4 or _LONGEST_INTERVAL)
             if config.report_signal:
                 interval = min(interval, _SIGNAL_INTERVAL)
@@ -139,6 +141,8 @@ class Observation:
         if self._error not in ("", _WRITTEN):
             self._write(f"an operation failed ({self._error})")
             self._error = _WRITTEN
+        if self._metrics is not None:
+            self._metrics.publish()
 
     def _say(self, reason: str, *, stalled: bool = False) -> None:
         older_than = self._limit / 2 if self._limit else _JUDGED_AFTER
@@ -206,8 +210,11 @@ class Observation:
         write(self._recorder.dump(self._spans.open(), reason, text), path)
 
     def close(self) -> None:
-        """Stop watching, and write the last dump.  A second one does nothing."""
-        if self._closed:
+        """Stop watching, and write the last dump.
+
+        A second one does nothing, nor does one in a forked child: the dump is the parent's.
+        """
+        if self._closed or self._process != os.getpid():
             return
         self._closed = True
         if self._signal is not None:

@@ -327,23 +327,36 @@ class _Events:
                 raise ValueError(f"{where}: a rank does not send to itself")
 
     def _match(self) -> None:
+        messages = [n for n in self._nodes if n.action.kind in (Kind.SEND, Kind.RECV)]
+        rounds = self._rounds()
+        self._match_messages(messages)
+        for turns in rounds:
+            self._match_broadcasts(turns)
+        self._connect_pairs(messages)
+        for turns in rounds:
+            entered = [turn[0] if turn else None for turn in turns]
+            for entry in filter(None, entered):
+                self._connect(entry, entered)
+
+    def _rounds(self) -> list[list[list[_Node]]]:
+        """The broadcasts of each channel, by rank."""
+        rounds: dict[str, list[list[_Node]]] = {}
+        for node in self._nodes:
+            if node.action.kind is Kind.BROADCAST:
+                turns = rounds.setdefault(node.action.channel, [[] for _ in range(self._size)])
+                turns[node.place.rank].append(node)
+        return list(rounds.values())
+
+    def _match_messages(self, messages: Sequence[_Node]) -> None:
         sends: dict[tuple[object, ...], list[_Node]] = defaultdict(list)
         receives: dict[tuple[object, ...], list[_Node]] = defaultdict(list)
-        rounds: dict[str, list[list[_Node]]] = {}
-        first: dict[tuple[str, int, int], _Node] = {}
-        for node in self._nodes:
+        for node in messages:
             action, rank = node.action, node.place.rank
-            if action.posts and action.kind is not Kind.BROADCAST:
-                first.setdefault((action.channel, rank, action.peer), node)
-            if action.kind is Kind.BROADCAST:
-                turns = rounds.setdefault(action.channel, [[] for _ in range(self._size)])
-                turns[rank].append(node)
-            elif action.posts:
-                tag = action.tag if self._semantics(action.channel).tags else 0
-                if action.kind is Kind.SEND:
-                    sends[action.channel, rank, action.peer, tag].append(node)
-                else:
-                    receives[action.channel, action.peer, rank, tag].append(node)
+            tag = action.tag if self._semantics(action.channel).tags else 0
+            if action.kind is Kind.SEND:
+                sends[action.channel, rank, action.peer, tag].append(node)
+            else:
+                receives[action.channel, action.peer, rank, tag].append(node)
         for lane in {**sends, **receives}:
             outgoing, incoming = sends[lane], receives[lane]
             both = min(len(outgoing), len(incoming))
@@ -352,14 +365,14 @@ class _Events:
                 if not source.eager:
                     source.complete.need([target.started], "needs")
             self._has_no_counterpart(outgoing[both:] + incoming[both:])
-        for turns in rounds.values():
-            self._match_broadcasts(turns)
+
+    def _connect_pairs(self, messages: Sequence[_Node]) -> None:
+        first: dict[tuple[str, int, int], _Node] = {}
+        for node in messages:
+            action = node.action
+            first.setdefault((action.channel, node.place.rank, action.peer), node)
         for (channel, rank, peer), node in first.items():
             self._connect(node, [first.get((channel, peer, rank))])
-        for turns in rounds.values():
-            entered = [turn[0] if turn else None for turn in turns]
-            for entry in filter(None, entered):
-                self._connect(entry, entered)
 
     @staticmethod
     def _connect(node: _Node, others: Iterable[_Node | None]) -> None:

@@ -148,22 +148,13 @@ def explore(
     if isinstance(scenario, str):
         scenario = find(scenario)
     on = profile(on or scenario.profiles[0]) if not isinstance(on, Profile) else on
-    search: Search
-    if strategy == "dfs":
-        search = DepthFirst(preemptions=preemptions, deviations=deviations)
-    elif strategy in ("random", "pct"):
-        search = Sampling(strategy, seed)
-    else:
-        raise CommError(
-            ErrorKind.CONFIG, f"strategy {strategy!r}", "there is no such strategy",
-            "Use dfs, random or pct",
-        )  # fmt: skip
+    search = _search(strategy, seed, preemptions, deviations)
     began = time.perf_counter()
     schedules = pruned = cut = 0
     failure: Failure | None = None
     taken: list[int] = []
     exhausted = False
-    run(scenario, on, ReplayChoices(), max_steps=max_steps)
+    run(scenario, on, ReplayChoices(), max_steps=max_steps)  # first uses: see `_explained`
     with _no_garbage_collection() as between:
         while schedules + pruned < budget:
             if seconds is not None and time.perf_counter() - began > seconds:
@@ -228,7 +219,15 @@ def _explained(
         return run(scenario, on, ReplayChoices(choices), explain=True, logged=logged)
 
 
-# -- searches -------------------------------------------------------------------
+def _search(strategy: str, seed: int, preemptions: int | None, deviations: int | None) -> Search:
+    if strategy == "dfs":
+        return DepthFirst(preemptions=preemptions, deviations=deviations)
+    if strategy in ("random", "pct"):
+        return Sampling(strategy, seed)
+    raise CommError(
+        ErrorKind.CONFIG, f"strategy {strategy!r}", "there is no such strategy",
+        "Use dfs, random or pct",
+    )  # fmt: skip
 
 
 def _verify(scenario: Scenario, on: Profile, result: Run, max_steps: int) -> Failure | None:

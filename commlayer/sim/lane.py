@@ -174,7 +174,6 @@ class Lane(Actor):
         assert recv is not None
         assert send.payload is not None
         room, size = recv.buffer.nbytes, len(send.payload)
-        send.delivered = True
         if size > room:
             self._too_small(send, recv)
             return
@@ -182,7 +181,6 @@ class Lane(Actor):
         block = recv.buffer.block
         if block is not None:
             block.incoming = None
-        recv.delivered = True
         finish(recv)
         if not send.complete:
             finish(send)
@@ -264,11 +262,9 @@ class Broadcast(Actor):
             operation.buffer.write(root.payload[:room], operation.what)
             if operation.buffer.block is not None:
                 operation.buffer.block.incoming = None
-            operation.delivered = True
             finish(operation)
         self.served += 1
         if self.served == self._network.size - 1:
-            root.delivered = True
             finish(root)
 
     def missing(self) -> list[int]:

@@ -67,7 +67,6 @@ class Arena:
         self._blocks: list[Block] = []
         self._pool: defaultdict[tuple[SimStream, int], list[Block]] = defaultdict(list)
         self._refs: dict[int, weakref.ref[Any]] = {}
-        self._held = 0
         self.in_use = 0
         """Bytes handed out, or freed and still held back for a recorded stream."""
 
@@ -109,9 +108,6 @@ class Arena:
         if block is not None and stream is not block.stream:
             block.recorded.add(stream)
 
-    def address(self, block: Block) -> int:
-        return self._base + block.offset
-
     def _extend(self, size: int, stream: SimStream) -> Block:
         if self._top + size > len(self._slab):
             raise MemoryError(f"{self.rank.name}: arena of {len(self._slab)} bytes is full")
@@ -145,7 +141,7 @@ class Arena:
         self.in_use -= block.nbytes
         rank = self.rank.index
         self.world.touch(writes=program_bit(rank) | memory_bit(rank))
-        address, generation = self.address(block), block.generation
+        address, generation = self._base + block.offset, block.generation
 
         def poison() -> None:
             block.dead = generation

@@ -54,9 +54,6 @@ class SimProcessGroup(dist.ProcessGroup):
         self._gather = rank.endpoint(f"{name} all-gather")
         self._index = rank.index
 
-    def getBackendName(self) -> str:
-        return "sim"
-
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         return SimProcessGroupWork([self._endpoint.isend(t, dst, tag) for t in tensors])
 

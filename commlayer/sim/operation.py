@@ -21,12 +21,12 @@ class Operation(Item):
     """One send, receive or broadcast of one rank, from post to completion.
 
     Its life is a set of separate facts: `started` (its turn came), `matched`,
-    `reading`, `read` (source read begun and ended), `delivered`, and `complete`,
-    what its work means by completion.  What a poll says is none of them.
+    `reading` and `read` (source read begun and ended), and `complete`, what its
+    work means by completion.  What a poll says is none of them.
     """
 
-    __slots__ = ("began", "buffer", "complete", "delivered", "dropped_at", "endpoint", "error",
-                 "facts", "group", "kind", "lost", "matched", "number", "on_stream", "partner",
+    __slots__ = ("began", "buffer", "complete", "dropped_at", "endpoint", "error",
+                 "facts", "group", "kind", "lost", "matched", "on_stream", "partner",
                  "payload", "peer", "read", "reading", "snapshot", "started", "tag", "title",
                  "waited", "waits", "what")  # fmt: skip
 
@@ -39,13 +39,12 @@ class Operation(Item):
         self.peer = peer
         self.tag = tag
         self.facts = facts
-        self.number = world.issue()
         self.buffer: Buffer
         self.snapshot: bytes | None = None
         self.payload: bytes | None = None
         self.partner: Operation | None = None
         self.group: object = None
-        self.started = self.matched = self.reading = self.read = self.delivered = False
+        self.started = self.matched = self.reading = self.read = False
         self.complete = self.lost = self.on_stream = self.began = False
         self.dropped_at = ""
         self.waits = 0

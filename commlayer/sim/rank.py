@@ -9,7 +9,7 @@ import torch
 
 from commlayer.sim.memory import Arena
 from commlayer.sim.profiles import Profile
-from commlayer.sim.runtime import SimEvent, SimLock, SimRuntime
+from commlayer.sim.runtime import SimRuntime, TaskEvent, TaskLock
 from commlayer.sim.streams import SimDevice
 from commlayer.sim.transport import SimEndpoint, SimTransport
 from commlayer.sim.world import Task, World
@@ -60,13 +60,13 @@ class Rank:
         """Start a task of this rank; the world runs on until it ends unless it is a `daemon`."""
         return self.world.spawn(function, f"{self.name} {name}", rank=self.index, daemon=daemon)
 
-    def lock(self) -> SimLock:
+    def lock(self) -> TaskLock:
         """A lock that tasks of this rank share."""
-        return SimLock(self.world)
+        return TaskLock(self.world)
 
-    def event(self, name: str = "event") -> SimEvent:
+    def event(self, name: str = "event") -> TaskEvent:
         """An event that tasks of this rank share."""
-        return SimEvent(self.world, f"{self.name} {name}")
+        return TaskEvent(self.world, f"{self.name} {name}")
 
     def sleep(self, seconds: float) -> None:
         """Let virtual seconds pass."""

@@ -8,7 +8,7 @@ from types import TracebackType
 from commlayer.sim.world import Task, World
 
 
-class SimEvent:
+class TaskEvent:
     """`threading.Event` for tasks of a world."""
 
     __slots__ = ("_flag", "_world", "name")
@@ -43,7 +43,7 @@ class SimEvent:
         return []
 
 
-class SimLock:
+class TaskLock:
     """`threading.Lock` for tasks of a world: not reentrant, no fairness."""
 
     __slots__ = ("_owner", "_world")
@@ -65,9 +65,6 @@ class SimLock:
 
     def release(self) -> None:
         self._owner = None
-
-    def locked(self) -> bool:
-        return self._owner is not None
 
     def __enter__(self) -> bool:
         return self.acquire()
@@ -99,11 +96,11 @@ class SimRuntime:
             function, f"rank {self._rank} {name}", rank=self._rank, daemon=True
         )
 
-    def lock(self) -> SimLock:
-        return SimLock(self._world)
+    def lock(self) -> TaskLock:
+        return TaskLock(self._world)
 
-    def event(self) -> SimEvent:
-        return SimEvent(self._world)
+    def event(self) -> TaskEvent:
+        return TaskEvent(self._world)
 
     def now(self) -> float:
         return self._world.now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -49,6 +50,25 @@ def scenario(
         return setup
 
     return register
+
+
+def on_ranks(
+    size: int, *shared: Callable[[World], object]
+) -> Callable[[Callable[..., object]], Setup]:
+    """Make a set-up of the decorated function, which each of `size` ranks runs.
+
+    It is called with its rank and what each of `shared` makes of the world.
+    """
+
+    def set_up(body: Callable[..., object]) -> Setup:
+        @functools.wraps(body)
+        def setup(world: World) -> None:
+            made = [make(world) for make in shared]
+            world.start(size, lambda rank: body(rank, *made))
+
+        return setup
+
+    return set_up
 
 
 def all_scenarios() -> dict[str, Scenario]:

@@ -131,14 +131,13 @@ class SimStream(Actor):
 class SimEvent:
     """`torch.Event`: a point in a stream.  Unrecorded, it counts as passed."""
 
-    __slots__ = ("_recorded", "_stream", "device", "passed", "time")
+    __slots__ = ("_recorded", "_stream", "device", "passed")
 
-    def __init__(self, device: SimDevice, enable_timing: bool = False) -> None:
+    def __init__(self, device: SimDevice) -> None:
         self.device = device
         self._recorded = 0
         self._stream: SimStream | None = None
         self.passed = 0
-        self.time = 0.0
 
     def record(self, stream: SimStream | None = None) -> None:
         stream = stream or self.device.current_stream()
@@ -165,10 +164,6 @@ class SimEvent:
         target = self._recorded
         self.device.world.block(lambda: self.passed >= target, "synchronizes", self)
 
-    def elapsed_time(self, end: SimEvent) -> float:
-        """Milliseconds of virtual time."""
-        return (end.time - self.time) * 1e3
-
     def describe(self) -> str:
         return f"event on {self._stream.name}" if self._stream else "event"
 
@@ -186,7 +181,6 @@ class _Record(Item):
 
     def run(self) -> bool:
         self.event.passed = max(self.event.passed, self.number)
-        self.event.time = self.event.device.world.now
         return True
 
 
@@ -281,15 +275,11 @@ class SimDevice:
         self._streams.append(stream)
         return stream
 
-    Stream = stream
-
-    def event(self, enable_timing: bool = False) -> SimEvent:
+    def event(self) -> SimEvent:
         """A new event."""
-        return SimEvent(self, enable_timing)
+        return SimEvent(self)
 
-    Event = event
-
-    def current_stream(self, device: object = None) -> SimStream:
+    def current_stream(self) -> SimStream:
         task = self.world.running
         stream = task.stream if task is not None else None
         return stream if isinstance(stream, SimStream) else self.default_stream
@@ -300,7 +290,7 @@ class SimDevice:
             raise RuntimeError("set_stream outside a task")
         task.stream = stream
 
-    def synchronize(self, device: object = None) -> None:
+    def synchronize(self) -> None:
         """Block the host until every stream of the rank is idle."""
         self.world.block(lambda: not any(s.queue for s in self._streams), "synchronizes", self)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +45,8 @@ class Network:
         self.lanes: dict[tuple[str, int, int, int], Lane] = {}
         self.broadcasts: dict[tuple[str, int], Broadcast] = {}
         self.broken: dict[str, str] = {}
-        self.connected: set[tuple[str, int, int]] = set()
+        self.used: set[tuple[str, int, int]] = set()
+        """By what communicator which rank has called which."""
         self.dead: set[int] = set()
         self.inside: defaultdict[int, int] = defaultdict(int)
         self._autonomous = profile.semantics.progress is Progress.AUTONOMOUS
@@ -214,8 +215,8 @@ class SimEndpoint(Endpoint):
         owns = facts.dropped_work is DroppedWork.LOSES_MESSAGE
         work = SimWork(operation, tensor if owns else None)
         self.drive()
-        if facts.post_may_block is not PostMayBlock.NEVER and kind == "send":
-            self._block_post(operation)
+        if kind != "broadcast":
+            self._hold_up(operation)
         return work
 
     def _enqueue(self, operation: Operation, tensor: torch.Tensor) -> None:
@@ -251,21 +252,25 @@ class SimEndpoint(Endpoint):
             self.world.touch(lane.writes)
         lane.post(operation)
 
-    def _block_post(self, operation: Operation) -> None:
+    def _hold_up(self, operation: Operation) -> None:
         """Hold the caller up as the facts allow; where every send may, it ordinarily does."""
-        pair = (self.name, self.rank, operation.peer)
-        if operation.facts.post_may_block is PostMayBlock.FIRST_USE:
-            blocks = pair not in self.network.connected
-            self.network.connected.add(pair)
-        else:
-            blocks = operation.kind == "send" and self.world.choose(2) == 0
-        if not blocks:
-            return
+        allowed = operation.facts.post_may_block
+        if allowed is PostMayBlock.FIRST_USE:
+            used, peer = self.network.used, operation.peer
+            first = (self.name, self.rank, peer) not in used
+            used.add((self.name, self.rank, peer))
+            if first:
+                self.world.touch(writes=EVERYTHING)
+                self._block(operation, lambda: (self.name, peer, self.rank) in used)
+        elif (
+            allowed is PostMayBlock.ALWAYS and operation.kind == "send" and not self.world.choose(2)
+        ):
+            self._block(operation, lambda: operation.matched)
+
+    def _block(self, operation: Operation, over: Callable[[], bool]) -> None:
         self.enter()
         try:
-            self.world.block(
-                lambda: operation.matched or operation.done(), "blocks while posting", operation
-            )
+            self.world.block(lambda: over() or operation.done(), "blocks while posting", operation)
         finally:
             self.leave()
 
@@ -411,24 +416,6 @@ class SimTransport(Transport):
             endpoint = SimEndpoint(self._network, name, self._rank)
             self._network.endpoints[key] = endpoint
         return endpoint
-
-
-class SimStore:
-    """The store of `commlayer.backend.World`, shared by the ranks of a world."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes) -> None:
-        self._world.point()
-        self._world.touch(writes=EVERYTHING)
-        self._values[key] = value
-
-    def get(self, key: str) -> bytes:
-        self._world.block(lambda: key in self._values, f"waits for key {key!r}", None)
-        self._world.touch(reads=EVERYTHING)
-        return self._values[key]
 
 
 class SimBackend(Backend):

@@ -16,7 +16,7 @@ import logging
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -38,17 +38,16 @@ IDLE_TICKS = 5_000
 LAST_TICKS = 20
 """The same once every task that is no daemon has finished."""
 EVERYTHING = -1
-MOST_RANKS = 16
 
 
 def program_bit(rank: int) -> int:
     """What the code of `rank` works on."""
-    return 1 << rank
+    return 1 << (3 * rank)
 
 
 def memory_bit(rank: int) -> int:
     """The memory of `rank` that operations in flight read, and the works it may drop."""
-    return 1 << (MOST_RANKS + rank)
+    return 1 << (3 * rank + 1)
 
 
 class StepBound(Exception):
@@ -84,7 +83,7 @@ class Actor:
 class Task(Actor):
     """A function that runs in a greenlet of its own, on behalf of a rank."""
 
-    __slots__ = ("_parked", "daemon", "error", "finished", "label", "on", "rank", "reason", "run",
+    __slots__ = ("_parked", "daemon", "finished", "label", "on", "rank", "reason", "run",
                  "spun", "spun_at", "spun_for", "stream", "until", "yielded")  # fmt: skip
 
     def __init__(
@@ -94,7 +93,6 @@ class Task(Actor):
         self.rank = rank
         self.daemon = daemon
         self.finished = False
-        self.error: BaseException | None = None
         self.until: Callable[[], bool] | None = None
         self.reason = ""
         self.on: object = None
@@ -115,7 +113,6 @@ class Task(Actor):
                 pass
             except BaseException as error:
                 if not self.world.closing:
-                    self.error = error
                     self.world.task_raised(self, error)
             finally:
                 self.finished = True
@@ -202,7 +199,7 @@ class World:
         self.writes_seen: dict[int, str] = {}
         self.sources: dict[int, list[Operation]] = {}
         self.touched_writes = self.touched_reads = 0
-        self._bits = 2 * MOST_RANKS
+        self._bits = 0
         self._issued = 0
         self._checks: list[Callable[[], object]] = []
         self._networks: dict[str, Network] = {}
@@ -223,9 +220,9 @@ class World:
         return self.created - 1
 
     def bit(self) -> int:
-        """A fresh bit for `Actor.writes` and `Actor.reads`; the first are the ranks'."""
+        """A fresh bit for `Actor.writes` and `Actor.reads`; of three, two are a rank's."""
         self._bits += 1
-        return 1 << self._bits
+        return 1 << (3 * self._bits - 1)
 
     def spawn(
         self,
@@ -244,8 +241,6 @@ class World:
         """Make ranks 0 to ``size - 1``; each runs ``body(rank)`` as its main task."""
         from commlayer.sim.rank import Rank
 
-        if len(self.ranks) + size > MOST_RANKS:
-            raise ValueError(f"at most {MOST_RANKS} ranks")
         for _ in range(size):
             self.ranks.append(Rank(self, len(self.ranks)))
         for rank in self.ranks[-size:]:
@@ -351,12 +346,11 @@ class World:
             code = where.tb_frame.f_code
             lines.append(f"at {code.co_filename.rpartition('/')[2]}:{where.tb_lineno}")
             where = where.tb_next
-        kind = FailureKind.ERROR
         if isinstance(error, AssertionError):
             what = f"{task.name}: {error}"
         else:
             what = f"{task.name} raised {type(error).__name__}: {error}"
-        self.fail(kind, what, tuple(lines[-3:]), unwind=False)
+        self.fail(FailureKind.ERROR, what, tuple(lines[-3:]), unwind=False)
 
     def note(self, who: str, what: str, detail: str = "") -> None:
         """Add a line to the log, if one is kept."""
@@ -519,7 +513,3 @@ def site() -> str:
             return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return "unknown line"
-
-
-def unreachable(what: str) -> NoReturn:
-    raise AssertionError(what)

@@ -83,7 +83,7 @@ class DeviceLane(Endpoint):
         key: LaneKey,
         endpoint: Endpoint,
         side: LaneSide,
-        failed: Callable[[Exception], object],
+        failed: Callable[[Exception], None],
     ) -> None:
         self.name = name
         self.key = key
@@ -247,10 +247,7 @@ class DeviceLane(Endpoint):
     def abandon(self, error: BaseException) -> None:
         """In a task of its own: the caller may hold the side's lock."""
         failure = error if isinstance(error, Exception) else RuntimeError(str(error))
-        self._side.runtime.spawn(lambda: self._fail_peer(failure), f"commlayer end {self.name}")
-
-    def _fail_peer(self, error: Exception) -> None:
-        self._failed(error)
+        self._side.runtime.spawn(lambda: self._failed(failure), f"commlayer end {self.name}")
 
     def close(self) -> None:
         self._endpoint.close()

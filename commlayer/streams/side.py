@@ -59,7 +59,7 @@ class DeviceSide:
         self._waiters: list[Event] = []
         self._lost: dict[int, CommError] = {}
 
-    def lane(self, key: LaneKey, failed: Callable[[Exception], object]) -> DeviceLane:
+    def lane(self, key: LaneKey, failed: Callable[[Exception], None]) -> DeviceLane:
         """The device part of lane `key`.  Called under `lock`; raises if its peer is lost."""
         error = self._lost.get(key.peer)
         if error is not None:

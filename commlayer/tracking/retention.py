@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 from commlayer.errors import CommError, ErrorKind
 from commlayer.semantics import SourceLifetime, WaitBlocks
 from commlayer.tracking.policies import Policy
@@ -93,10 +95,13 @@ class CopyOnPost:
         self.max_bytes = max_bytes
 
     def retain(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [
-            tensor.clone() if tensor.numel() * tensor.element_size() <= self.max_bytes else tensor
-            for tensor in tensors
-        ]
+        return [_copied(t) if t.nbytes <= self.max_bytes else t for t in tensors]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Copies bytes, since torch 2.8 cannot copy every dtype; `tensor` is contiguous."""
+    data = tensor.view(-1).view(torch.uint8).clone()
+    return data.view(tensor.dtype).view(tensor.shape)
 
 
 _PLAIN = (HoldReferences, HoldUntilEvent, RecordStream)

@@ -240,7 +240,7 @@ class Outgoing:
     def _with_inline(self, head: bytes) -> Tensor:
         """A tensor of `head` and the inline tensors behind it."""
         at = len(head)
-        message = torch.empty((at + self.layout.inline,), dtype=torch.uint8, device="cpu")
+        message = torch.empty(at + self.layout.inline, dtype=torch.uint8, device="cpu")
         address = message.data_ptr()
         ctypes.memmove(address, head, at)
         for tensor in self._inline:

@@ -124,7 +124,19 @@ def sendable(tensor: Tensor, operation: object) -> Tensor:
         tensor = tensor.resolve_conj()
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+    return tensor if tensor.is_contiguous() else _contiguous(tensor, operation)
+
+
+def _contiguous(tensor: Tensor, operation: object) -> Tensor:
+    try:
+        return tensor.contiguous()
+    except NotImplementedError as error:
+        raise CommError(
+            ErrorKind.UNSUPPORTED,
+            operation,
+            f"torch {torch.__version__} cannot make a tensor of {tensor.dtype} contiguous",
+            "Send a contiguous tensor",
+        ) from error
 
 
 def is_plain(value: object) -> bool:
@@ -140,7 +152,7 @@ def is_plain(value: object) -> bool:
         and not value.is_conj()
         and not value.is_neg()
         and value.is_contiguous()
-        and value.device.type == "cpu"
+        and value.is_cpu
         and value.dtype in _NAMES
         and (value.data_ptr() != 0 or value.numel() == 0)
     )

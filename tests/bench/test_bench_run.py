@@ -10,12 +10,13 @@ import pytest
 from commlayer.bench.contenders import CONTENDERS, MPI, mpi
 from commlayer.bench.contenders.commlayer import MODES, known
 from commlayer.bench.job import Job
-from commlayer.bench.launch import free_port, run_ranks
+from commlayer.bench.launch import run_ranks
 from commlayer.bench.records import Results, decode
 from commlayer.bench.run import run
 from commlayer.bench.workload import Scale
 from commlayer.bench.workloads import WORKLOADS
 from commlayer.errors import CommError
+from commlayer.ports import free_port
 
 OURS = [name for name in MODES if known(name)]
 TORCH = ["plain", "common", "object_list"]

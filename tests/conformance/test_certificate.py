@@ -59,6 +59,14 @@ def test_a_failure_ends_the_levels() -> None:
     assert list(found.errors) == ["L1-drain"]
 
 
+def test_a_failure_that_says_nothing_is_an_error_too() -> None:
+    (rule, *_) = all_rules(Level.L0)
+    found = certify(
+        Subject(vendor.Declared()), Level.L0, [Verdict(rule=rule.id, outcome=Outcome.FAILED)], {}
+    )
+    assert found.errors[rule.id] == "it failed"
+
+
 def test_what_could_not_run_is_no_error_and_no_level() -> None:
     found = certificate(asked=Level.L2, L2_drain=Outcome.NOT_RUN)
     assert (found.ok, found.level, found.errors) == (False, Level.L1, {})

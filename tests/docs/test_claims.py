@@ -1,4 +1,4 @@
-"""Commands, targets, variables and paths that pages name exist."""
+"""Commands, targets, variables, paths and pages that pages name exist."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
+LINK = re.compile(r"\[[^\]]*\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 GENERATED = {"mutants.md", "specification.md"}
 TEXTS = {str(p.relative_to(ROOT)): p.read_text() for p in PAGES if p.name not in GENERATED}
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -88,3 +89,15 @@ def test_defaults_are_those_of_the_configuration(page: str) -> None:
 )
 def test_a_path_exists(page: str, path: str) -> None:
     assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_links_to_exists(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    missing = [link for link in LINK.findall(text) if not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_every_decision_is_numbered_once() -> None:
+    names = [page.name for page in (ROOT / "docs/decisions").glob("[0-9]*.md")]
+    assert sorted(int(name[:3]) for name in names) == list(range(1, len(names) + 1))

@@ -11,8 +11,8 @@ from doc_blocks import ROOT, Block, blocks_of, pages, run, run_as_rank
 from ranks.pool import Ranks
 
 PAGES = {str(page.relative_to(ROOT)): blocks_of(page) for page in pages()}
-OWN_TESTS = {"README.md", "docs/embedding.md"}
-"""Pages whose scripts are run, and checked more closely, by a test of their own."""
+OWN_TESTS = {"README.md"}
+"""Pages whose scripts are run, as a reader would run them, by a test of their own."""
 
 SINGLE = [name for name, blocks in PAGES.items() if any(not b.ranks for b in blocks)]
 SCRIPTS = [

@@ -97,19 +97,3 @@ def test_every_public_name_has_a_docstring(name: str) -> None:
         own = value.__doc__ or f"{value.__name__}("
         assert not own.startswith(f"{value.__name__}("), f"{name}: made by a decorator"
         assert list(undocumented(value)) == []
-
-
-_LINK = re.compile(r"\[[^\]]*\]\(([^)#:\s]+)(?:#[^)]*)?\)")
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_what_a_page_links_to_exists(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    missing = [link for link in _LINK.findall(text) if not (page.parent / link).exists()]
-    assert missing == []
-
-
-def test_every_decision_is_numbered_once() -> None:
-    names = [page.name for page in (ROOT / "docs/decisions").glob("[0-9]*.md")]
-    assert sorted(int(name[:3]) for name in names) == list(range(1, len(names) + 1))

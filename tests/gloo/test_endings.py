@@ -16,6 +16,7 @@ from ranks import here
 from ranks.pool import Ranks
 
 from commlayer import CommError, Communicator, ErrorKind
+from commlayer.ports import free_port
 
 LARGE = 1 << 18
 
@@ -292,7 +293,7 @@ def store_of_rank_0() -> None:
 
 
 def test_the_store_goes_with_rank_0(ranks: Ranks) -> None:
-    environment = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(ranks.free_port())}
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
     first, second = ranks.spawn(store_of_rank_0, 2, environment=environment)
     first.hear()
     second.hear()

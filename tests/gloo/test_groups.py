@@ -114,26 +114,3 @@ def test_two_communicators_each_closed_by_one_rank_and_left_open_by_the_other(
 ) -> None:
     processes = ranks.spawn(leaves_two_open, 2)
     assert [process.wait() for process in processes] == [0, 0], processes[0].output
-
-
-def absent_rank() -> None:
-    if here.rank() == 0:
-        with pytest.raises(CommError, match="rank 1") as caught:
-            here.connect(connect_timeout=1.0)
-        assert caught.value.kind is ErrorKind.TIMEOUT
-
-
-def test_an_absent_rank_is_named(ranks: Ranks) -> None:
-    ranks.run(absent_rank, 2)
-
-
-def disagreement() -> None:
-    with pytest.raises(CommError, match=r"inline_bytes: (1024 and 2048|2048 and 1024)") as caught:
-        here.connect(inline_bytes=1024 << here.rank())
-    assert caught.value.kind is ErrorKind.CONFIG
-    with pytest.raises(CommError, match=r"rank . \(pid .* and rank . \(pid .* differ in channels"):
-        here.connect(channels=("mine",) if here.rank() else (), name="other")
-
-
-def test_ranks_that_disagree_are_refused_by_name(ranks: Ranks) -> None:
-    ranks.run(disagreement, 2)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import time
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
+import frames
 import pytest
 import torch
-from frames import messages
+from frames import patched
 from ranks import here
 from ranks.pool import Ranks
 
@@ -24,16 +26,7 @@ from commlayer.wire.tags import CONTROL_LANE, OBJECTS, TagMap
 from commlayer.wire.tensors import Limits, TensorMeta
 from commlayer.wire.values import pack
 
-
-def framed(
-    value: Any, sequence: int = 0, inline: int = 8192, kind: Kind = Kind.OBJECT, **limits: Any
-) -> list[bytes]:
-    packed, tensors = pack(value, Limits(**limits), "")
-    return [bytes(m.tolist()) for m in messages(kind, tensors, packed, inline, sequence)]
-
-
-def patched(message: bytes, at: int, data: bytes) -> bytes:
-    return message[:at] + data + message[at + len(data) :]
+framed = partial(frames.framed, inline_bytes=8192)
 
 
 def terabyte() -> bytes:

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bits import filled, same
 from ranks import here
 from ranks.pool import Ranks
 from torch import Tensor
 
 from commlayer import CommError, ErrorKind
-from commlayer.wire.tensors import DTYPES, as_bytes
-
-
-def filled(dtype: torch.dtype, size: int) -> Tensor:
-    tensor = torch.empty(size, dtype=dtype)
-    as_bytes(tensor).copy_(torch.arange(tensor.nbytes) % (2 if dtype is torch.bool else 251))
-    return tensor
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(as_bytes(a), as_bytes(b))
+from commlayer.wire.tensors import DTYPES
 
 
 def every_dtype() -> None:

@@ -19,6 +19,7 @@ from ranks.victim import LARGE, VICTIM, exchange, lost
 
 from commlayer import CommError, CommTimeout, ErrorKind, Handle
 from commlayer.liveness import sockets
+from commlayer.ports import free_port
 
 HUGE = 1 << 26
 SHORT = 2.0
@@ -351,7 +352,7 @@ def test_ipv6(ranks: Ranks, has_ipv6: None) -> None:
 def test_ipv6_of_the_store(ranks: Ranks, has_ipv6: None) -> None:
     environment = {
         "MASTER_ADDR": "::1",
-        "MASTER_PORT": str(ranks.free_port()),
+        "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
     ranks.run(over_ipv6, 2, "", environment=environment)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from unit.local import Hub, connected
+from unit.local import Hub, connected, eventually
 
 from commlayer import CommError, Communicator, ErrorKind
 from commlayer.observe.metrics import BUCKETS, Histogram
 
 prometheus = pytest.importorskip("prometheus_client", reason="the extra `metrics` is missing")
+multiprocess = pytest.importorskip("prometheus_client.multiprocess")
 
 LARGE = 1 << 16
 
@@ -145,3 +148,78 @@ connect_rank(Hub(1), 0, metrics=True)
     )
     assert "pip install 'commlayer[metrics]'" in said.stderr
     assert ErrorKind.UNSUPPORTED.value in said.stderr.lower() or "not installed" in said.stderr
+
+
+SEVERAL_PROCESSES = """
+from unit.local import connected
+with connected(2, metrics=True, stall_timeout=0.2) as (a, b):
+    for _ in range(3):
+        a.isend_object("x", 1)
+        b.recv_object(0)
+    receive = a.irecv_object(1)
+    print("ready", flush=True)
+    input()
+    b.send_object("y", 0)
+    receive.wait(20)
+"""
+
+
+def test_another_process_serves_the_files_of_the_multiprocess_mode(tmp_path: Path) -> None:
+    registry = prometheus.CollectorRegistry()
+    multiprocess.MultiProcessCollector(registry, str(tmp_path))
+
+    def served(name: str, **labels: str) -> float | None:
+        fixed = {"connection": "commlayer", "rank": "0", "backend": "local"}
+        found: float | None = registry.get_sample_value(name, {**fixed, **labels})
+        return found
+
+    sent, received = to(1, "send"), to(1, "recv")
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}{SEVERAL_PROCESSES}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            assert eventually(
+                lambda: (
+                    served("commlayer_operations_completed_total", **sent) == 3
+                    and served("commlayer_operations_in_flight", **received) == 1
+                )
+            )
+            process.communicate("\n", timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert served("commlayer_operations_completed_total", **received) == 1
+    assert served("commlayer_operations_in_flight", **received) == 0
+    assert served("commlayer_retained_bytes") == 0
+    assert served("commlayer_reap_seconds_count", **sent) == 3
+    buckets = [
+        served("commlayer_reap_seconds_bucket", le=le, **sent)
+        for le in (*map(str, BUCKETS), "+Inf")
+    ]
+    assert buckets == sorted(buckets, key=float)  # type: ignore[arg-type]
+    assert buckets[-1] == 3
+
+
+def test_files_that_cannot_be_written_are_logged_and_nothing_else(tmp_path: Path) -> None:
+    program = """
+from unit.local import connected
+with connected(2, metrics=True) as (a, b):
+    a.isend_object("x", 1)
+    assert b.recv_object(0) == "x"
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}{program}"],
+        env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "missing")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert said.returncode == 0
+    assert said.stderr.count("no figures in PROMETHEUS_MULTIPROC_DIR any more") == 1

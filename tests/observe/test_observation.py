@@ -17,6 +17,7 @@ from commlayer.hookspecs import hookimpl
 from commlayer.observe import recorder
 from commlayer.observe.events import OperationEvent, StallEvent
 from commlayer.observe.recorder import Dump, Record
+from commlayer.observe.stall import StallWatch
 from commlayer.registry import Registry
 from commlayer.semantics import Semantics
 from commlayer.wire.control import Answer, Ask, Bye, decode_control, encode_control
@@ -328,9 +329,7 @@ def test_every_pending_handle_raises_when_the_monitor_dies(
     assert "the monitor died" in caplog.text
 
 
-def test_reports_of_one_stall_become_rarer(caplog: pytest.LogCaptureFixture) -> None:
-    from commlayer.observe.stall import StallWatch
-
+def test_reports_of_one_stall_become_rarer() -> None:
     def at(age: float, number: int = 0) -> RankState:
         return state(operations=(msgspec.structs.replace(OPERATION, age=age, number=number),))
 

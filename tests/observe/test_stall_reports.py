@@ -42,7 +42,7 @@ def connect() -> tuple[Communicator, Callable[[], Report]]:
     return comm, reported
 
 
-def end(comm: Communicator) -> None:
+def end() -> None:
     """Leave without what is stuck."""
     here.meet("reported")
     os._exit(0)
@@ -63,7 +63,7 @@ def both_receive() -> None:
     comm, reported = connect()
     in_background(lambda: comm.recv_object(1 - comm.rank))
     here.say(reported())
-    end(comm)
+    end()
 
 
 def reports_of(ranks: Ranks, function: Callable[..., None], size: int = 2) -> list[Report]:
@@ -98,7 +98,7 @@ def three_send_first() -> None:
 
     in_background(body)
     here.say(reported())
-    end(comm)
+    end()
 
 
 def test_three_ranks_that_all_send_and_wait_are_a_cycle(ranks: Ranks) -> None:
@@ -121,7 +121,7 @@ def one_skips_a_broadcast(waiting: int, large: bool) -> None:
 
     in_background(body)
     here.say(reported())
-    end(comm)
+    end()
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["inline", "large"])
@@ -148,7 +148,7 @@ def different_sources() -> None:
     comm, reported = connect()
     in_background(lambda: comm.broadcast_object(None, 1 - comm.rank))
     here.say(reported())
-    end(comm)
+    end()
 
 
 def test_ranks_that_name_different_sources(ranks: Ranks) -> None:
@@ -163,7 +163,7 @@ def different_calls() -> None:
         comm.isend_object("greeting", 1)
     in_background(lambda: comm.recv(None, 1 - comm.rank))
     here.say(reported())
-    end(comm)
+    end()
 
 
 def test_a_message_that_waits_on_another_lane(ranks: Ranks) -> None:
@@ -182,7 +182,7 @@ def a_foreign_barrier() -> None:
     else:
         in_background(lambda: comm.recv_object(0))
     here.say(reported())
-    end(comm)
+    end()
 
 
 def test_a_call_of_torch_distributed_that_holds_a_rank_up(ranks: Ranks) -> None:
@@ -233,7 +233,7 @@ def test_a_peer_that_stops_is_named_and_goes_on(ranks: Ranks) -> None:
 
 
 def at_the_bound() -> None:
-    came = threading.Event()
+    pause = threading.Event()
     comm = here.connect(stall_timeout=LIMIT, max_inflight_ops=1)
     if comm.rank == 0:
 
@@ -244,10 +244,10 @@ def at_the_bound() -> None:
         in_background(body)
         report = comm.report()
         while cases(report) != {Case.BOUND_REACHED, Case.NEVER_RECEIVED}:
-            came.wait(0.1)
+            pause.wait(0.1)
             report = comm.report()
         here.say(str(report))
-    end(comm)
+    end()
 
 
 def cases(report: Report) -> set[Case]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -92,6 +93,24 @@ def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
     assert said.returncode == 1
     assert "no dump of a rank" in said.stderr
     assert "trace_dir" in said.stderr
+
+
+def a_child_closes(folder: str) -> None:
+    comm = here.connect(trace_dir=folder)
+    child = os.fork()
+    if child == 0:
+        comm.close()
+        os._exit(5)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 5
+    assert not list(Path(folder).glob("*.json")), "the dump is the parent's to write"
+    here.meet("the child has closed what it inherited")
+    comm.close()
+
+
+def test_a_forked_child_writes_no_dump(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(a_child_closes, 2, str(tmp_path))
+    assert len(list(tmp_path.glob("*.json"))) == 2
 
 
 def record(way: str, peer: int, number: int, posted: float, settled: float) -> Record:

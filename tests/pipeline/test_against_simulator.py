@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_deadlocks import both, schedules
 
 from commlayer.pipeline.plans import pipeline_schedules
-from commlayer.pipeline.schedule import Action, Kind, Schedule, check
+from commlayer.pipeline.schedule import Action, Kind, Schedule, check, recv, send
 from commlayer.pipeline.topology import FoldedTopology
 from commlayer.semantics import WaitBlocks
 from commlayer.sim import Profile, Rank, World, filled
@@ -125,6 +125,18 @@ def test_any_schedule(lists: list[Schedule], data: Profile, fold: Profile) -> No
 def test_no_deadlock_is_missed_where_a_post_may_block(
     lists: list[Schedule], data: Profile, fold: Profile
 ) -> None:
-    profiles = {"data": data, "fold": fold}
+    misses_nothing(lists, {"data": data, "fold": fold})
+
+
+def test_a_pair_is_connected_by_receives_too() -> None:
+    lists: list[Schedule] = [
+        [recv(1, "a"), recv(1, "b"), send(1, "c"), send(1, "d", channel="fold")],
+        [send(0, "a"), send(0, "b"), recv(0, "d", channel="fold", blocking=True), recv(0, "c")],
+    ]
+    agrees(lists, {"data": NCCL, "fold": GLOO})
+    agrees(lists, {"data": XCCL, "fold": GLOO})
+
+
+def misses_nothing(lists: Sequence[Schedule], profiles: Mapping[str, Profile]) -> None:
     verdict = check(lists, {channel: on.semantics for channel, on in profiles.items()})
     assert verdict.stuck or simulated(lists, profiles) is None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
+import commlayer.conformance.probes.run
 from commlayer.cli import build
+from commlayer.registry import Registry
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -33,12 +36,12 @@ def test_json_carries_evidence_and_the_draft() -> None:
     assert "wait_blocks=WaitBlocks.HOST" in report["draft"]
 
 
-def test_an_over_claim_is_exit_code_1() -> None:
+def test_an_over_claim_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     import claims
 
-    from commlayer.registry import default_registry
-
-    default_registry().add_backend(claims.Boastful())
+    registry = Registry()
+    registry.add_backend(claims.Boastful())
+    monkeypatch.setattr(commlayer.conformance.probes.run, "default_registry", lambda: registry)
     code, output, _ = run("boastful", "--facts", "p2p.wait_repeatable", "--patience", "0.5")
     assert code == 1
     assert "over-claimed" in output

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ranks import here
-from ranks.pool import RankFailure, Ranks
+from ranks.pool import RankFailure, Ranks, collect
 
 
 def describe(scale: int) -> tuple[int, int, torch.Tensor]:
@@ -27,6 +27,7 @@ def raise_on_rank_1() -> None:
 
 def hang_on_rank_1() -> None:
     if here.rank() == 1:
+        here.say("there")
         time.sleep(1000)
 
 
@@ -58,12 +59,15 @@ def test_an_exception_names_the_rank_and_shows_its_traceback(ranks: Ranks) -> No
 
 
 def test_a_hang_names_the_rank_and_shows_its_stacks(ranks: Ranks) -> None:
+    processes = ranks.spawn(hang_on_rank_1, 2)
+    processes[1].hear()
     with pytest.raises(RankFailure, match=r"rank 1 does not come(.|\n)*in hang_on_rank_1"):
-        ranks.run(hang_on_rank_1, 2, timeout=1)
+        collect(processes, timeout=1)
 
 
 def test_a_killed_rank_is_a_failure(ranks: Ranks) -> None:
     _, victim = ranks.spawn(hang_on_rank_1, 2)
+    victim.hear()
     victim.signal(signal.SIGKILL)
     with pytest.raises(RankFailure, match="rank 1 ended with exit code -9"):
         victim.result()

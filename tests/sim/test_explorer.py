@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -214,11 +212,3 @@ def test_two_ranks_in_one_process_have_their_own_torch_world() -> None:
 
     assert explore(Scenario("worlds", setup, None, ("gloo",)), budget=50).failure is None
     assert seen == {0: (0, 2, True), 1: (1, 2, True)}
-
-
-@pytest.mark.parametrize("name", ["exchange_one", "exchange_two"])
-def test_cost_of_a_schedule(name: str, record_property: Callable[[str, object], None]) -> None:
-    began = time.perf_counter()
-    report = explore(name, strategy="random", budget=300)
-    record_property("schedules_per_second", report.schedules / (time.perf_counter() - began))
-    assert report.schedules == 300

@@ -5,31 +5,16 @@ Both ranks are sender and receiver: each sends its part to the other, and both g
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from exploring import survives
 
 from commlayer import Communicator
-from commlayer.sim.explorer import explore
 from commlayer.sim.mount_core import connect, connect_device
 from commlayer.sim.profiles import GLOO
 from commlayer.sim.rank import Rank
-from commlayer.sim.scenario import Scenario
-from commlayer.sim.world import World
 
 DEVICE = ("hccl", "nccl", "xccl")
-
-
-def survives(body: Callable[[Rank], object], on: str, budget: int) -> None:
-    def setup(world: World) -> None:
-        world.start(2, body)
-
-    report = explore(
-        Scenario("slices", setup, None, (on,)), on=on, strategy="random", budget=budget
-    )
-    assert report.failure is None, str(report)
-    assert report.steps_bound_hit == 0
 
 
 def read(rank: Rank, tensor: torch.Tensor) -> list[int]:
@@ -75,7 +60,7 @@ def two_messages(rank: Rank) -> None:
 
 @pytest.mark.parametrize("on", DEVICE)
 def test_gathered_on_a_device(on: str) -> None:
-    survives(two_messages, on, 20)
+    survives(two_messages, on, budget=20)
 
 
 def two_streams(rank: Rank) -> None:
@@ -98,7 +83,7 @@ def two_streams(rank: Rank) -> None:
 
 @pytest.mark.parametrize("on", DEVICE)
 def test_every_waiting_stream_is_ordered(on: str) -> None:
-    survives(two_streams, on, 15)
+    survives(two_streams, on, budget=15)
 
 
 def taken_in_elsewhere(rank: Rank) -> None:
@@ -116,7 +101,7 @@ def taken_in_elsewhere(rank: Rank) -> None:
 
 @pytest.mark.parametrize("on", DEVICE)
 def test_a_part_taken_in_on_another_stream_is_ordered(on: str) -> None:
-    survives(taken_in_elsewhere, on, 25)
+    survives(taken_in_elsewhere, on, budget=25)
 
 
 def dropped_while_read(rank: Rank) -> None:
@@ -141,7 +126,7 @@ def dropped_while_read(rank: Rank) -> None:
 
 @pytest.mark.parametrize("on", DEVICE)
 def test_the_gathered_memory_is_recorded_on_every_waiting_stream(on: str) -> None:
-    survives(dropped_while_read, on, 25)
+    survives(dropped_while_read, on, budget=25)
 
 
 def on_the_host(rank: Rank) -> None:
@@ -159,4 +144,4 @@ def on_the_host(rank: Rank) -> None:
 
 @pytest.mark.parametrize("on", ["gloo", "mpi"])
 def test_gathered_on_the_host(on: str) -> None:
-    survives(on_the_host, on, 20)
+    survives(on_the_host, on, budget=20)

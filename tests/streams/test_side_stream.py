@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import pytest
 import torch
+from exploring import searched, survives
 from unit.local import connected
 
 from commlayer import CommError, ErrorKind
-from commlayer.sim.explorer import Report, explore
 from commlayer.sim.failure import FailureKind
 from commlayer.sim.mount_core import connect_device
 from commlayer.sim.profiles import GLOO
 from commlayer.sim.rank import Rank
-from commlayer.sim.scenario import Scenario
-from commlayer.sim.world import World
 from commlayer.streams.side_stream import SideStreams
 
 DEVICE = ("hccl", "nccl", "xccl")
@@ -58,23 +57,14 @@ def drafts(rank: Rank, *, listed: bool) -> None:
     assert not comm.ledger.snapshot().operations
 
 
-def searched(name: str, on: str, *, listed: bool, budget: int) -> Report:
-    def setup(world: World) -> None:
-        world.start(2, lambda rank: drafts(rank, listed=listed))
-
-    return explore(Scenario(name, setup, None, (on,)), on=on, strategy="random", budget=budget)
-
-
 @pytest.mark.parametrize("on", DEVICE)
 def test_listed_tensors_survive(on: str) -> None:
-    report = searched("listed", on, listed=True, budget=25)
-    assert report.failure is None, str(report)
-    assert report.steps_bound_hit == 0
+    survives(partial(drafts, listed=True), on, budget=25)
 
 
 @pytest.mark.parametrize("on", DEVICE)
 def test_without_uses_the_arena_reports_the_early_reuse(on: str) -> None:
-    report = searched("unlisted", on, listed=False, budget=300)
+    report = searched(partial(drafts, listed=False), on, budget=300)
     assert report.failure is not None, str(report)
     assert report.failure.kind is FailureKind.USE_AFTER_FREE, str(report)
 
@@ -98,10 +88,7 @@ def staged(rank: Rank, *, listed: bool) -> None:
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_host_tensors_are_held_until_the_side_stream_is_done(listed: bool) -> None:
-    def setup(world: World) -> None:
-        world.start(1, lambda rank: staged(rank, listed=listed))
-
-    report = explore(Scenario("host", setup, None, ("nccl",)), on="nccl", budget=50)
+    report = searched(partial(staged, listed=listed), "nccl", ranks=1, budget=50)
     if listed:
         assert report.failure is None, str(report)
     else:

@@ -302,7 +302,12 @@ def no_device() -> None:
 @pytest.mark.parametrize(
     ("name", "reason", "install"),
     [
-        ("nccl", "without NCCL", "CUDA or ROCm build of torch"),
+        pytest.param(
+            "nccl",
+            "without NCCL",
+            "CUDA or ROCm build of torch",
+            marks=pytest.mark.skipif(dist.is_nccl_available(), reason="torch is built with NCCL"),
+        ),
         ("oneccl", "oneccl_bindings_for_pytorch is missing", "commlayer-oneccl[bindings]"),
         ("npu", "torch_npu is not installed", "commlayer-npu[device]"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from exploring import searched, survives
 from msgspec.structs import replace
 from ranks.pool import Ranks
 from unit.local import FUNNELED, WAITED, connected
@@ -18,32 +19,15 @@ from unit.local import FUNNELED, WAITED, connected
 import commlayer
 from commlayer import CommError, CommTimeout, Communicator, ErrorKind
 from commlayer.semantics import OperationSemantics, Poll
-from commlayer.sim.explorer import explore
 from commlayer.sim.failure import FailureKind
 from commlayer.sim.mount_core import connect, connect_device
 from commlayer.sim.profiles import GLOO
 from commlayer.sim.rank import Rank
-from commlayer.sim.scenario import Scenario
 from commlayer.sim.streams import Item
-from commlayer.sim.world import World
 from commlayer.streams.track import leaves
 
 DEVICE = ("hccl", "nccl", "xccl")
 LONG = 20.0
-
-
-def survives(body: Callable[[Rank], object], on: str, ranks: int = 1, budget: int = 40) -> None:
-    failure = found(body, on, ranks, budget)
-    assert failure is None, str(failure)
-
-
-def found(body: Callable[[Rank], object], on: str, ranks: int, budget: int) -> Any:
-    def setup(world: World) -> None:
-        world.start(ranks, body)
-
-    report = explore(Scenario("track", setup, None, (on,)), on=on, strategy="random", budget=budget)
-    assert report.steps_bound_hit == 0
-    return report.failure
 
 
 def until_released(comm: Communicator, rank: Rank) -> None:
@@ -75,13 +59,15 @@ def copy_of_staging(rank: Rank, *, tracked: bool) -> None:
 
 @pytest.mark.parametrize("on", DEVICE)
 def test_tracked_buffers_live_until_the_event_and_no_longer(on: str) -> None:
-    survives(lambda rank: copy_of_staging(rank, tracked=True), on)
+    survives(lambda rank: copy_of_staging(rank, tracked=True), on, ranks=1, budget=40)
 
 
 def test_without_tracking_the_copy_reads_freed_memory() -> None:
-    failure = found(lambda rank: copy_of_staging(rank, tracked=False), "nccl", 1, 100)
-    assert failure is not None
-    assert failure.kind is FailureKind.USE_AFTER_FREE
+    report = searched(
+        lambda rank: copy_of_staging(rank, tracked=False), "nccl", ranks=1, budget=100
+    )
+    assert report.failure is not None
+    assert report.failure.kind is FailureKind.USE_AFTER_FREE
 
 
 def two_streams(rank: Rank) -> None:
@@ -114,7 +100,7 @@ def two_streams(rank: Rank) -> None:
 
 @pytest.mark.parametrize("on", DEVICE)
 def test_every_waiting_stream_is_ordered(on: str) -> None:
-    survives(two_streams, on)
+    survives(two_streams, on, ranks=1, budget=40)
 
 
 def out_of_order(rank: Rank) -> None:
@@ -160,7 +146,7 @@ class Gate(Item):
 
 
 def test_events_complete_in_any_order_and_outlive_drain_and_close() -> None:
-    survives(out_of_order, "nccl")
+    survives(out_of_order, "nccl", ranks=1, budget=40)
 
 
 # Works -------------------------------------------------------------------------------------------
@@ -191,7 +177,7 @@ def foreign_broadcast(rank: Rank) -> None:
 
 @pytest.mark.parametrize("on", [*DEVICE, "gloo"])
 def test_a_foreign_collective_is_held_until_it_is_complete(on: str) -> None:
-    survives(foreign_broadcast, on, ranks=2, budget=25)
+    survives(foreign_broadcast, on, budget=25)
 
 
 class Work:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from bits import filled, same
 from local import WAITED, Hub, connect_rank, connected, on_every_rank
 from torch import Tensor
 
 from commlayer.communicator import Communicator
 from commlayer.errors import CommError, ErrorKind
-from commlayer.wire.tensors import DTYPES, as_bytes
+from commlayer.wire.tensors import DTYPES
 
 SIZES = {"empty": 0, "inline": 24, "large": 4096}
 
@@ -21,19 +22,6 @@ SIZES = {"empty": 0, "inline": 24, "large": 4096}
 def pair() -> Iterator[list[Communicator]]:
     with connected() as comms:
         yield comms
-
-
-def filled(dtype: torch.dtype, size: int) -> Tensor:
-    tensor = torch.empty(size, dtype=dtype)
-    pattern = torch.arange(tensor.nbytes) % (2 if dtype is torch.bool else 251)
-    as_bytes(tensor).copy_(pattern)
-    return tensor
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(
-        as_bytes(a.detach().contiguous()), as_bytes(b.contiguous())
-    )
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)

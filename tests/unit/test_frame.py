@@ -28,7 +28,7 @@ from commlayer.wire.frame import (
     decode_prefix,
     encode_prefix,
 )
-from commlayer.wire.tensors import Limits, TensorMeta, as_bytes, from_meta
+from commlayer.wire.tensors import Limits, as_bytes, from_meta
 
 WHERE = "receive from rank 1"
 INLINE = 256
@@ -126,7 +126,6 @@ def test_a_message_that_names_its_schema_has_no_body_or_the_value_alone() -> Non
 # What must not be accepted
 
 PREFIX = struct.Struct("<3sBBBBxQqIII")
-META = TensorMeta("float32", (3,), "cpu")
 
 
 def head(body: bytes = b"", /, **changed: Any) -> memoryview:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from frames import messages
+from frames import framed, messages, patched
 from local import SERIALIZED, WAITED, Hub, Work, connect_rank, connected, on_every_rank
 from msgspec.structs import replace
 from torch import Tensor
@@ -19,8 +20,6 @@ from commlayer.semantics import Order, PostMayBlock, Semantics
 from commlayer.wire.control import Bye, LaneBroken, encode_control
 from commlayer.wire.frame import LOOSE, Kind, capacity
 from commlayer.wire.tags import BROADCAST, CONTROL_LANE, OBJECTS, TagMap
-from commlayer.wire.tensors import Limits
-from commlayer.wire.values import pack
 
 INLINE = 64
 
@@ -139,50 +138,42 @@ class Intruder:
         tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         self.kept.append(self.hub.post("send", 1, 0, native, tensor))
 
-    def frame(
-        self, value: Any, sequence: int = 0, kind: Kind = Kind.OBJECT, **limits: Any
-    ) -> list[bytes]:
-        packed, tensors = pack(value, Limits(**limits), "")
-        native = messages(kind, tensors, packed, INLINE, sequence)
-        return [bytes(message.tolist()) for message in native]
+
+frame = partial(framed, inline_bytes=INLINE)
 
 
 def first(messages: list[bytes]) -> bytes:
     return messages[0]
 
 
-def patched(message: bytes, at: int, data: bytes) -> bytes:
-    return message[:at] + data + message[at + len(data) :]
-
-
-BAD_MESSAGES: dict[str, Callable[[Intruder], list[bytes]]] = {
-    "garbage": lambda i: [b"GET / HTTP/1.1\r\n\r\n".ljust(64)],
-    "zeros": lambda i: [bytes(64)],
-    "one byte": lambda i: [b"C"],
-    "truncated header": lambda i: [first(i.frame("x" * 500))[:200]],
-    "header without its body": lambda i: [first(i.frame("x" * 500))[:40]],
-    "damaged body": lambda i: [patched(first(i.frame("x" * 500)), 100, b"?")],
-    "future version": lambda i: [patched(first(i.frame(1)), 3, b"\x63")],
-    "unknown kind": lambda i: [patched(first(i.frame(1)), 4, b"\x63")],
-    "unknown flag": lambda i: [patched(first(i.frame(1)), 5, b"\x80")],
-    "body of four gigabytes": lambda i: [patched(first(i.frame(1)), 28, b"\xff" * 4)],
-    "sequence gap": lambda i: [first(i.frame(1, sequence=1))],
-    "sequence in the far future": lambda i: [first(i.frame(1, sequence=2**64 - 1))],
-    "long header cut short": lambda i: [i.frame("x" * 5000)[0], i.frame("x" * 5000)[1][:100]],
-    "value is no value": lambda i: [
+BAD_MESSAGES: dict[str, Callable[[], list[bytes]]] = {
+    "garbage": lambda: [b"GET / HTTP/1.1\r\n\r\n".ljust(64)],
+    "zeros": lambda: [bytes(64)],
+    "one byte": lambda: [b"C"],
+    "truncated header": lambda: [first(frame("x" * 500))[:200]],
+    "header without its body": lambda: [first(frame("x" * 500))[:40]],
+    "damaged body": lambda: [patched(first(frame("x" * 500)), 100, b"?")],
+    "future version": lambda: [patched(first(frame(1)), 3, b"\x63")],
+    "unknown kind": lambda: [patched(first(frame(1)), 4, b"\x63")],
+    "unknown flag": lambda: [patched(first(frame(1)), 5, b"\x80")],
+    "body of four gigabytes": lambda: [patched(first(frame(1)), 28, b"\xff" * 4)],
+    "sequence gap": lambda: [first(frame(1, sequence=1))],
+    "sequence in the far future": lambda: [first(frame(1, sequence=2**64 - 1))],
+    "long header cut short": lambda: [frame("x" * 5000)[0], frame("x" * 5000)[1][:100]],
+    "value is no value": lambda: [
         bytes(messages(Kind.OBJECT, [], b"\xc1\xc1", INLINE)[0].tolist())
     ],
-    "tensor message without tensor": lambda i: [first(i.frame(1, kind=Kind.TENSOR))],
-    "a tensor nobody has": lambda i: [
+    "tensor message without tensor": lambda: [first(frame(1, kind=Kind.TENSOR))],
+    "a tensor nobody has": lambda: [
         bytes(messages(Kind.OBJECT, [torch.ones(2)], b"\x91\x01", INLINE)[0].tolist())
     ],
-    "a million keys": lambda i: i.frame(
+    "a million keys": lambda: frame(
         dict.fromkeys(range(1_000_000)), max_items=3_000_000, max_header_bytes=1 << 30
     ),
-    "ten thousand levels": lambda i: [
+    "ten thousand levels": lambda: [
         bytes(m.tolist()) for m in messages(Kind.OBJECT, [], _levels(10_000), INLINE)
     ],
-    "pickle": lambda i: [first(i.frame(print, allow_pickle=True))],
+    "pickle": lambda: [first(frame(print, allow_pickle=True))],
 }
 
 
@@ -199,14 +190,14 @@ def hostile(hub: Hub, **settings: Any) -> Any:
 @pytest.mark.parametrize("semantics", [WAITED, SERIALIZED], ids=["waiter", "polling"])
 @pytest.mark.parametrize("bad", BAD_MESSAGES.values(), ids=BAD_MESSAGES)
 def test_a_bad_message_breaks_its_lane_and_nothing_else(
-    bad: Callable[[Intruder], list[bytes]], semantics: Semantics
+    bad: Callable[[], list[bytes]], semantics: Semantics
 ) -> None:
     hub = Hub(3, semantics)
     intruder = Intruder(hub)
     with hostile(hub) as (a, b, c):
         handles = [a.irecv_object(1) for _ in range(2)]
         other_lane, other_peer = a.irecv(None, 1), a.irecv_object(2)
-        for index, message in enumerate(bad(intruder)):
+        for index, message in enumerate(bad()):
             intruder.send(message, slot=LOOSE if index else 0)
         for handle in handles:
             with pytest.raises(CommError) as caught:
@@ -247,7 +238,7 @@ def test_what_arrived_before_a_bad_message_is_still_received() -> None:
     with hostile(hub) as (a, _):
         started = a.irecv_object(1)
         for sequence in range(3):
-            intruder.send(first(intruder.frame(sequence, sequence)))
+            intruder.send(first(frame(sequence, sequence)))
         intruder.send(b"garbage".ljust(64))
         assert started.result(30) == 0
         assert [a.recv_object(1) for _ in range(2)] == [1, 2]
@@ -276,7 +267,7 @@ def test_a_pickle_is_loaded_only_where_it_was_asked_for() -> None:
         loaded.clear()
         with hostile(hub, allow_pickle=allowed) as (a, _):
             handle = a.irecv_object(1)
-            intruder.send(first(intruder.frame(Exploit(), allow_pickle=True)))
+            intruder.send(first(frame(Exploit(), allow_pickle=True)))
             if allowed:
                 handle.wait(30)
             else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from commlayer.connector import connect
 from commlayer.errors import CommError, ErrorKind
 from commlayer.handle import Handle
 from commlayer.hookspecs import hookimpl
+from commlayer.ports import LOOPBACK, free_port
 from commlayer.registry import Registry
 from commlayer.semantics import Completion, Poll, Semantics, SourceLifetime
 from commlayer.tracking.operation import Operation
@@ -253,11 +253,8 @@ def test_an_unsound_policy_of_a_hook_is_refused() -> None:
 
 
 def test_connect_passes_an_engines_policy_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for key, value in (environment | {"MASTER_PORT": str(port)}).items():
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": LOOPBACK}
+    for key, value in (environment | {"MASTER_PORT": str(free_port())}).items():
         monkeypatch.setenv(key, value)
     registry = Registry(entry_points=[])
     registry.add_backend(LocalBackend(Hub(1), WAITED))

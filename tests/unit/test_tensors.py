@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from bits import filled
 from torch import Tensor
 
 from commlayer.config import CommConfig
@@ -23,15 +24,6 @@ from commlayer.wire.tensors import (
 )
 
 WHERE = "isend to rank 1"
-
-
-def filled(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    tensor = torch.empty(shape, dtype=dtype)
-    pattern = torch.arange(tensor.nbytes, dtype=torch.int64) * 37 % 251
-    if dtype is torch.bool:
-        pattern %= 2
-    as_bytes(tensor).copy_(pattern.to(torch.uint8))
-    return tensor
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -68,7 +60,7 @@ def test_every_usual_dtype_is_known_by_name() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (5,), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", DTYPES)
 def test_round_trip_of_every_dtype(name: str, shape: tuple[int, ...]) -> None:
-    tensor = filled(shape, DTYPES[name])
+    tensor = filled(DTYPES[name], *shape)
     received = travel(tensor)
     assert (received.dtype, received.shape) == (tensor.dtype, tensor.shape)
     assert raw(received) == raw(tensor)
@@ -231,3 +223,12 @@ def test_the_limit_is_inclusive() -> None:
     TensorMeta("float32", (1 << 50, 0), "cpu").check(limits, WHERE)
     with pytest.raises(CommError, match="max_message_bytes = 12"):
         TensorMeta("float32", (4,), "cpu").check(limits, WHERE)
+
+
+def test_a_dtype_that_torch_cannot_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def contiguous(self: Tensor) -> Tensor:
+        raise NotImplementedError('"copy_" not implemented for this dtype')
+
+    monkeypatch.setattr(Tensor, "contiguous", contiguous)
+    with pytest.raises(CommError, match=r"cannot make a tensor of torch\.float32 contiguous"):
+        sendable(torch.zeros(4, 4).t(), "isend")

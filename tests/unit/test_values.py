@@ -23,9 +23,9 @@ from msgspec.msgpack import Ext
 from torch import Tensor
 
 from commlayer.errors import CommError, ErrorKind
-from commlayer.wire import values
 from commlayer.wire.tensors import Limits, as_bytes, from_meta, meta_of
 from commlayer.wire.values import pack, parse, register
+from commlayer.wire.values.registered import by_class, by_name
 
 WHERE = "isend_object to rank 1"
 LIMITS = Limits()
@@ -280,9 +280,9 @@ def test_arrays_arrive_writable() -> None:
 
 @pytest.fixture
 def clean_registry() -> Iterator[None]:
-    saved = dict(values._by_name), dict(values._by_class)
+    saved = dict(by_name), dict(by_class)
     yield
-    for table, content in zip((values._by_name, values._by_class), saved, strict=True):
+    for table, content in zip((by_name, by_class), saved, strict=True):
         table.clear()
         table.update(content)
 

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from commlayer_vllm.install import install
+from commlayer_vllm.pipeline_group import PipelineGroup
+from commlayer_vllm.settings import settings_of
 from ranks import here
 
 TensorMetadata = namedtuple("TensorMetadata", ["device", "dtype", "size"])
@@ -60,6 +63,20 @@ def connected_group() -> Group:
     group.cpu_group = dist.new_group(backend="gloo")
     group.device_group = dist.new_group(backend="gloo")
     return group
+
+
+def installed(group: Group, **table: Any) -> PipelineGroup:
+    """Install commlayer on `group` and return what was installed."""
+    result = install(group, settings_of({"connect_timeout": 20.0, **table}, "cpu", environ={}))
+    assert result is not None
+    return result
+
+
+def end(group: Group) -> None:
+    """Destroy `group` on all ranks at once, as the engine's shutdown does."""
+    group.destroy()
+    assert group.destroyed == 1
+    dist.destroy_process_group()
 
 
 class Runner:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 
 import pytest
 from commlayer_vllm.log import show_library_log
+from ranks import here
+from ranks.pool import Ranks
+from stand_in import connected_group, end, installed
 
 
 class Recording(logging.Handler):
@@ -60,3 +64,41 @@ def test_a_log_that_the_user_has_set_up_is_left_alone(
     show_library_log()
     library.warning("rank 1 is stalled")
     assert (own.seen, engine.seen) == (["rank 1 is stalled"], [])
+
+
+class Awaited(Recording):
+    """Tells when a report has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reported = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        if "commlayer report" in self.seen[-1]:
+            self.reported.set()
+
+
+def a_stage_that_does_not_send() -> list[str]:
+    handler = Awaited()
+    logging.getLogger("vllm").addHandler(handler)
+    group = connected_group()
+    installed(group, stall_timeout=0.4)
+    if group.rank_in_group == 1:
+        result, (received,), _ = group.irecv_tensor_dict()
+        assert handler.reported.wait(60)
+        here.meet("reported")
+        received.wait(20)
+        assert result == {"step": 3}
+    else:
+        here.meet("reported")
+        group.send_tensor_dict({"step": 3})
+    end(group)
+    return handler.seen
+
+
+def test_a_stall_is_reported_in_the_engines_log(ranks: Ranks) -> None:
+    _, seen = ranks.run(a_stage_that_does_not_send, 2, timeout=60)
+    (report, *_) = [text for text in seen if "commlayer report" in text]
+    assert "rank 1 of 2): something has not moved for" in report
+    assert "irecv_tensor_dict from rank 0" in report

@@ -9,27 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from commlayer_vllm.broadcasts import with_broadcast
-from commlayer_vllm.install import install
 from commlayer_vllm.parts import join, part_of, sent_in_parts
-from commlayer_vllm.pipeline_group import PipelineGroup
-from commlayer_vllm.settings import settings_of
 from ranks import here
 from ranks.pool import Ranks
-from stand_in import Group, connected_group
+from stand_in import Group, connected_group, end, installed
 
 from commlayer import CommError
-
-
-def installed(group: Any, **table: Any) -> PipelineGroup:
-    result = install(group, settings_of({"connect_timeout": 20.0, **table}, "cpu", environ={}))
-    assert result is not None
-    return result
-
-
-def end(group: Any) -> None:
-    group.destroy()
-    assert group.destroyed == 1
-    dist.destroy_process_group()
 
 
 def message(step: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from commlayer_vllm.pipeline_group import PipelineGroup
 from commlayer_vllm.settings import settings_of
-from commlayer_vllm.wire_vllm import VllmWire
+from commlayer_vllm.wire_vllm import DeviceSend, VllmWire
 from ranks import here
 from ranks.pool import Ranks
 from stand_in import Group, TensorMetadata, connected_group
@@ -142,3 +142,11 @@ def limit_before_receive() -> None:
 
 def test_an_expired_limit_changes_nothing(ranks: Ranks) -> None:
     ranks.run(limit_before_receive, 2)
+
+
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_a_limit_that_is_none_is_refused_on_a_device_too(limit: float) -> None:
+    handle = DeviceSend(None, torch.ones(1))
+    handle.wait(1.0)
+    with pytest.raises(ValueError, match="timeout"):
+        handle.wait(limit)

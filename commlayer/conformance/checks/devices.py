@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from commlayer.conformance.bench import Bench
-from commlayer.conformance.checks.processes import (
+from commlayer.conformance.checks.tools import (
     LARGE,
     LIMIT,
     connected,

@@ -7,13 +7,14 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from commlayer.conformance.bench import Bench
-from commlayer.conformance.checks.processes import (
+from commlayer.conformance.checks.tools import (
     LARGE,
     LIMIT,
     SMALL,
@@ -89,7 +90,7 @@ def beside_a_dead_peer(subject: Subject) -> list[str]:
         here.say("posted")
         here.hear()
         for handle in pending:
-            error = expect_error(ErrorKind.PEER_LOST, lambda h=handle: h.wait(LIMIT))  # type: ignore[misc]
+            error = expect_error(ErrorKind.PEER_LOST, partial(handle.wait, LIMIT))
             assert f"rank {VICTIM}" in str(error), f"rank {VICTIM} is not named: {error}"
         expect_error(ErrorKind.PEER_LOST, lambda: comm.isend(pattern(1), VICTIM))
     if comm.rank != VICTIM:

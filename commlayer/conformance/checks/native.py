@@ -5,7 +5,6 @@ Payloads are large and no eager transport's threshold applies, unless a check sa
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from commlayer.backend import Endpoint
 from commlayer.backend import World as BackendWorld
 from commlayer.conformance.bench import Bench
+from commlayer.conformance.checks.tools import until
 from commlayer.conformance.gates import (
     EAGER,
     EXACT_POLL,
@@ -30,7 +30,6 @@ from commlayer.conformance.rules import Level, rule
 from commlayer.conformance.subject import Subject
 
 LARGE = 1 << 20
-_PAUSE = threading.Event()
 
 
 @contextmanager
@@ -47,12 +46,6 @@ def endpoint(subject: Subject) -> Iterator[Endpoint]:
 
 def filled(value: int, nbytes: int = LARGE) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8)
-
-
-def polled(on: Endpoint, work: Any) -> None:
-    """Poll until complete; the limit of the check ends what never is."""
-    while not on.poll(work):
-        _PAUSE.wait(0.002)
 
 
 def finish(on: Endpoint, works: list[Any]) -> None:
@@ -123,12 +116,12 @@ def poll_before_peer(subject: Subject) -> tuple[bool, bool]:
             receive = on.irecv(target, 1, 0)
             early = on.poll(receive)
             here.meet("receive looked at")
-            polled(on, receive)
+            until(lambda: on.poll(receive))
             return early, int(target.min()) == 5
         here.meet("receive looked at")
         source = filled(5)
         send = on.isend(source, 0, 0)
-        polled(on, send)
+        until(lambda: on.poll(send))
         return False, True
 
 

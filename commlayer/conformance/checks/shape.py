@@ -85,12 +85,10 @@ def facts(bench: Bench) -> None:
         for kind in ("p2p", "collective")
         for text in _contradictions(getattr(semantics, kind))
     ]
-    p2p = semantics.p2p
-    if p2p.order is Order.IN_ORDER_STREAM and p2p.wait_blocks is not WaitBlocks.STREAM:
+    streamed = semantics.p2p.order is Order.IN_ORDER_STREAM
+    if streamed and semantics.p2p.wait_blocks is not WaitBlocks.STREAM:
         contradictions.append("p2p: order is in_order_stream, and wait blocks the host")
-    if semantics.progress is Progress.ONLY_IN_CALLS and semantics.p2p.order is (
-        Order.IN_ORDER_STREAM
-    ):
+    if streamed and semantics.progress is Progress.ONLY_IN_CALLS:
         contradictions.append("operations run on a stream, and nothing moves outside calls")
     if not semantics.devices:
         contradictions.append("devices is empty: it reads no memory at all")

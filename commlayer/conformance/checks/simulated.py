@@ -7,25 +7,29 @@ lost messages and calls that the facts forbid; `Stage` checks that nothing is le
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 from commlayer.conformance.bench import Bench
+from commlayer.conformance.checks.tools import expect_error, expires
 from commlayer.conformance.gates import ANY_THREAD, EXACT_POLL, HOST, HOST_MEMORY, WAITED_IN
 from commlayer.conformance.rules import Level, rule
 from commlayer.conformance.simulated import Stage
-from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.handle import Handle
+from commlayer.errors import ErrorKind
 from commlayer.sim.rank import Rank
 
 _HOUR = 3600.0
 
 
-def expires(handle: Handle, limit: float) -> bool:
-    """Whether a host wait of `limit` seconds expires."""
-    try:
-        handle.synchronize(limit)
-    except CommTimeout:
-        return True
-    return False
+def two_dropped(stage: Stage, rank: Rank, **config: Any) -> None:
+    """Rank 0 sends two tensors and drops them and the handles; rank 1 receives them in order."""
+    comm = stage.connect(rank, **config)
+    if rank.index == 0:
+        for value in (1, 2):
+            comm.isend(stage.source(rank, value), 1)
+        comm.drain()
+    else:
+        for value in (1, 2):
+            stage.expect(rank, comm.recv(stage.target(rank), 0), value)
 
 
 @rule(Level.L1, "post-returns")
@@ -44,7 +48,6 @@ def post_returns(bench: Bench) -> None:
         stage.expect(rank, got["t"], 2)
         for send in sends:
             send.wait()
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -64,7 +67,6 @@ def wait_usable(bench: Bench) -> None:
         else:
             for step in (1, 2):
                 stage.expect(rank, comm.recv(stage.target(rank), 0), step)
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -82,7 +84,6 @@ def wait_again(bench: Bench) -> None:
         for handle in (*handles, *reversed(handles)):
             handle.wait()
         stage.expect(rank, handles[0].result(), peer)
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -100,7 +101,6 @@ def wait_threads(bench: Bench) -> None:
             waiter = rank.spawn(lambda: handle.synchronize(), "second waiter")
             handle.synchronize(timeout=100.0)
             waiter.join()
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -116,9 +116,10 @@ def timeout_harmless(bench: Bench) -> None:
             comm.send(stage.source(rank, 4), 1)
         else:
             handle = comm.irecv(stage.target(rank), 0)
-            assert expires(handle, 1.0), "the wait of a message that was not sent returned"
+            assert expires(handle.synchronize, 1.0), (
+                "the wait of a message that was not sent returned"
+            )
             stage.expect(rank, handle.result(), 4)
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -133,10 +134,9 @@ def timeout_transfer(bench: Bench) -> None:
             comm.send(stage.source(rank, 3), 1)
         else:
             handle = comm.irecv(stage.target(rank), 0)
-            for limit in (1.0, 1.0):
-                expires(handle, limit)
+            for _ in range(2):
+                expires(handle.synchronize, 1.0)
             stage.expect(rank, handle.result(), 3)
-        stage.settle(rank)
 
     bench.explore(body, early_ticks=2)
 
@@ -158,7 +158,6 @@ def completed_exact(bench: Bench) -> None:
             while not handle.is_completed():
                 rank.sleep(0.1)
             stage.expect(rank, handle.result(), 5)
-        stage.settle(rank)
 
     bench.explore(body, early_ticks=3)
 
@@ -166,19 +165,7 @@ def completed_exact(bench: Bench) -> None:
 @rule(Level.L1, "dropped-handle")
 def dropped_handle(bench: Bench) -> None:
     """Handles and tensors of two sends are dropped at once."""
-
-    def body(stage: Stage, rank: Rank) -> None:
-        comm = stage.connect(rank)
-        if rank.index == 0:
-            for value in (1, 2):
-                comm.isend(stage.source(rank, value), 1)
-            comm.drain()
-        else:
-            for value in (1, 2):
-                stage.expect(rank, comm.recv(stage.target(rank), 0), value)
-        stage.settle(rank)
-
-    bench.explore(body)
+    bench.explore(two_dropped)
 
 
 @rule(Level.L1, "alive")
@@ -201,7 +188,6 @@ def alive(bench: Bench) -> None:
                 assert got.numel() == size
                 if size:
                     stage.expect(rank, got, 7)
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -220,7 +206,6 @@ def idle(bench: Bench) -> None:
             pending = comm.irecv(stage.target(rank), 0, tag=1)
             stage.expect(rank, comm.recv(stage.target(rank), 0), 0)
             stage.expect(rank, pending.result(), 1)
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -244,7 +229,6 @@ def released(bench: Bench) -> None:
             else:
                 for value in (1, 2):
                     stage.expect(rank, comm.recv(stage.target(rank), 0), value)
-            stage.settle(rank)
 
         bench.explore(body, schedules=max(1, bench.schedules // 2))
 
@@ -271,15 +255,7 @@ def bounded(bench: Bench) -> None:
     """With a bound of one send, two are posted; the second waits for room."""
 
     def body(stage: Stage, rank: Rank) -> None:
-        comm = stage.connect(rank, max_inflight_ops=1)
-        if rank.index == 0:
-            for value in (1, 2):
-                comm.isend(stage.source(rank, value), 1)
-            comm.drain()
-        else:
-            for value in (1, 2):
-                stage.expect(rank, comm.recv(stage.target(rank), 0), value)
-        stage.settle(rank)
+        two_dropped(stage, rank, max_inflight_ops=1)
 
     bench.explore(body)
 
@@ -296,7 +272,6 @@ def order(bench: Bench) -> None:
         for number, receive in enumerate(receives):
             stage.expect(rank, receive.result(), 10 * peer + number)
         comm.drain()
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -315,7 +290,6 @@ def unexpected(bench: Bench) -> None:
             for value in (1, 2, 3):
                 rank.sleep(1.0)
                 stage.expect(rank, comm.recv(stage.target(rank), 0), value)
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -333,7 +307,6 @@ def tags_independent(bench: Bench) -> None:
         else:
             for tag in (2, 1):
                 stage.expect(rank, comm.recv(stage.target(rank), 0, tag=tag), tag)
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -352,7 +325,6 @@ def channels_independent(bench: Bench) -> None:
         else:
             stage.expect(rank, control.recv(stage.target(rank), 0), 2)
             stage.expect(rank, comm.recv(stage.target(rank), 0), 1)
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -367,7 +339,6 @@ def peers_independent(bench: Bench) -> None:
         before = (rank.index - 1) % 3
         stage.expect(rank, comm.recv(stage.target(rank), before), before)
         send.wait()
-        stage.settle(rank)
 
     bench.explore(body, 3, schedules=max(1, bench.schedules // 2))
 
@@ -390,7 +361,6 @@ def broadcast(bench: Bench) -> None:
             stage.expect(rank, result, step)
             del result
         comm.drain()
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -408,15 +378,8 @@ def size_mismatch(bench: Bench) -> None:
         else:
             wrong = comm.irecv(stage.target(rank), 0)
             right = comm.irecv(stage.target(rank), 0)
-            error = None
-            try:
-                wrong.synchronize()
-            except CommError as raised:
-                error = raised
-            assert error is not None, "a message of 64 bytes was received into 16"
-            assert error.kind is ErrorKind.PROTOCOL, str(error)
+            expect_error(ErrorKind.PROTOCOL, wrong.synchronize)
             stage.expect(rank, right.result(), 2)
-        stage.settle(rank)
 
     bench.explore(body)
 
@@ -434,7 +397,6 @@ def drain(bench: Bench) -> None:
         else:
             rank.sleep(1.0)
             stage.expect(rank, comm.recv(stage.target(rank), 0), 1)
-        stage.settle(rank)
 
     bench.explore(body)
 

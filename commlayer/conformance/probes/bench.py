@@ -136,9 +136,8 @@ class Bench:
         """Make a call and watch it for `seconds` (default: `patience`).
 
         It is left behind if it has not ended by then, and its attempt is filled in
-        when it ends.  On a transport that wants
-        one thread it is made on this one, and a call that blocks ends the
-        experiment at its hard limit.
+        when it ends.  On a transport that wants one thread it is made on this one,
+        and a call that blocks ends the experiment at its hard limit.
         """
         limit = self.patience if seconds is None else seconds
         if self._inline:

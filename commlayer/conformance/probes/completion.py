@@ -234,11 +234,9 @@ def _play_timeout(bench: Bench, variant: str) -> None:
             post = bench.attempt(lambda b=buffer: link.isend(b) if sends else link.irecv(b))
             if post.ok:
                 bench.settle(post.value, 2 * bench.patience)
+    bench.meet("data")
     if not sends:
-        bench.meet("data")
         bench.note("intact", [bench.holds(b, s) for s, b in enumerate(buffers, 1)])
-    else:
-        bench.meet("data")
 
 
 def _judge_timeout(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:

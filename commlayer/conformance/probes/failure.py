@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from commlayer.conformance.probes.bench import Bench, stopped
+from commlayer.conformance.probes.bench import Bench, Concluded, stopped
 from commlayer.conformance.probes.experiment import Experiment, Measurement, Pair
 from commlayer.semantics import PeerLoss
 
@@ -15,17 +15,18 @@ _LARGE = 64 << 20
 _SOON = 3.0  # seconds; a loss that is told at all was told within one
 
 
-def _lose_peer(bench: Bench, variant: str) -> Any:
-    """Post an operation and have the peer killed; rank 0 gets the pending work, rank 1 dies.
+def _lose_peer(bench: Bench, variant: str) -> tuple[int, Any]:
+    """Stop rank 1 for good and post an operation with it; its process and the work, for rank 0.
 
     `variant`: a receive that nobody serves, a send that nobody receives, or a
-    transfer under way (the peer is stopped in it first, so that it cannot end).
+    transfer under way, which cannot end because the peer is stopped in it.
     """
     if bench.rank == 1:
-        work = bench.link.irecv(bench.blank(_LARGE)) if variant == "mid-transfer" else None
+        if variant == "mid-transfer":
+            bench.keep(bench.link.irecv(bench.blank(_LARGE)))
         bench.tell("peer", bench.pid)
         os.kill(bench.pid, signal.SIGSTOP)
-        return work
+        raise Concluded
     peer = int(bench.hear("peer"))
     bench.until(lambda: stopped(peer), 10 * bench.patience)
     if variant == "receive":
@@ -36,20 +37,19 @@ def _lose_peer(bench: Bench, variant: str) -> Any:
 
 
 def _play_peer_loss(bench: Bench, variant: str) -> None:
-    lost = _lose_peer(bench, variant)
-    if bench.rank == 1:
-        return
-    peer, work = lost
+    peer, work = _lose_peer(bench, variant)
     attempt = bench.begin_wait(work)
     attempt.join(0.3)
     bench.note("before", str(attempt) if attempt.ended else "pending")
     os.kill(peer, signal.SIGKILL)
-    attempt.join(max(_SOON, 3 * bench.patience))
-    attempt.seconds = attempt.seconds if attempt.ended else max(_SOON, 3 * bench.patience)
+    limit = max(_SOON, 3 * bench.patience)
+    attempt.join(limit)
+    if not attempt.ended:
+        attempt.seconds = limit
     bench.note("wait", {"raised": bool(attempt.error), "said": str(attempt)})
     after = bench.attempt(lambda: bench.link.isend(bench.pattern(8, 2)))
     if after.ok:
-        after = bench.settle(after.value, max(_SOON, 3 * bench.patience))
+        after = bench.settle(after.value, limit)
     bench.note("next", {"raised": bool(after.error), "said": str(after)})
 
 
@@ -72,10 +72,7 @@ def _judge_peer_loss(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
 
 
 def _play_errors_polled(bench: Bench, variant: str) -> None:
-    lost = _lose_peer(bench, variant)
-    if bench.rank == 1:
-        return
-    peer, work = lost
+    peer, work = _lose_peer(bench, variant)
     os.kill(peer, signal.SIGKILL)
     polled = bench.attempt(
         bench.until, lambda: bench.link.poll(work), _SOON, seconds=_SOON + bench.patience
@@ -96,10 +93,7 @@ def _judge_errors_polled(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]
 
 def _play_release(bench: Bench, variant: str) -> None:
     """Try everything that might end a wait from outside, on a wait that blocks for good."""
-    lost = _lose_peer(bench, variant)
-    if bench.rank == 1:
-        return
-    peer, work = lost
+    peer, work = _lose_peer(bench, variant)
     attempt = bench.begin_wait(work)
     attempt.join(0.3)
     if variant == "mid-transfer":

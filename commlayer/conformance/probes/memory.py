@@ -59,41 +59,44 @@ class _Watched:
 
 def _play_dropped(bench: Bench, variant: str) -> None:
     """Drop work and tensor of a pending operation, then complete it from the other side."""
-    what, _, size_text = variant.partition(" ")
-    size = int(size_text)
+    what, _, size = variant.partition(" ")
     drops = bench.rank == (0 if what == "send" else 1)
+    (_drop if drops else _complete_dropped)(bench, what, int(size))
+
+
+def _drop(bench: Bench, what: str, size: int) -> None:
     content = bench.pattern(size, 1)
-    if drops:
-        watched = _Watched(bench, content if what == "send" else bench.blank(size))
-        post = bench.link.isend if what == "send" else bench.link.irecv
-        assert watched.tensor is not None
-        work = post(watched.tensor)
-        del work
-        watched.drop()
-        churn = [bench.blank(size) for _ in range(16)]
-        bench.note("freed", watched.freed)
-        if watched.freed and what == "send":
-            watched.scribble()
-        bench.tell("dropped")
-        if what == "receive":
-            _await_dropped_receive(bench, watched, content)
-        second = bench.pattern(size, 2) if what == "send" else bench.blank(size)
-        attempt = bench.attempt(lambda: bench.link.wait(post(second)), seconds=3 * bench.patience)
-        bench.note("next", str(attempt))
-        if what == "receive":
-            bench.note("next intact", attempt.ok and bench.holds(second, 2))
-        del churn
-    else:
-        bench.hear("dropped")
-        for seed in (1, 2):
-            buffer = bench.pattern(size, seed) if what == "receive" else bench.blank(size)
-            post = bench.link.isend if what == "receive" else bench.link.irecv
-            attempt = bench.attempt(lambda p=post, b=buffer: bench.link.wait(p(b)))
-            name = "message" if seed == 1 else "next"
-            if what == "send":
-                note = "ok" if bench.holds(buffer, seed) else f"wrong, {attempt}"
-                note = note if attempt.ended else f"lost, {attempt}"
-                bench.note(name, note if not attempt.error else f"lost, {attempt}")
+    watched = _Watched(bench, content if what == "send" else bench.blank(size))
+    post = bench.link.isend if what == "send" else bench.link.irecv
+    assert watched.tensor is not None
+    work = post(watched.tensor)
+    del work
+    watched.drop()
+    churn = [bench.blank(size) for _ in range(16)]
+    bench.note("freed", watched.freed)
+    if watched.freed and what == "send":
+        watched.scribble()
+    bench.tell("dropped")
+    if what == "receive":
+        _await_dropped_receive(bench, watched, content)
+    second = bench.pattern(size, 2) if what == "send" else bench.blank(size)
+    attempt = bench.attempt(lambda: bench.link.wait(post(second)), seconds=3 * bench.patience)
+    bench.note("next", str(attempt))
+    if what == "receive":
+        bench.note("next intact", attempt.ok and bench.holds(second, 2))
+    del churn
+
+
+def _complete_dropped(bench: Bench, what: str, size: int) -> None:
+    """Serve the operation that the other rank has dropped, and the one behind it."""
+    bench.hear("dropped")
+    post = bench.link.irecv if what == "send" else bench.link.isend
+    for name, seed in (("message", 1), ("next", 2)):
+        buffer = bench.blank(size) if what == "send" else bench.pattern(size, seed)
+        attempt = bench.attempt(lambda b=buffer: bench.link.wait(post(b)))
+        if what == "send":
+            intact = "ok" if bench.holds(buffer, seed) else f"wrong, {attempt}"
+            bench.note(name, intact if attempt.ok else f"lost, {attempt}")
 
 
 def _await_dropped_receive(bench: Bench, watched: _Watched, content: torch.Tensor) -> None:

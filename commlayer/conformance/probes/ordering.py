@@ -125,16 +125,16 @@ def _judge_flood(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
     posted, got = sender["posted"], receiver["got"]
     overtaken = receiver["overtaken"] + receiver["overtaken in rounds"]
     total = posted + _ROUNDS * _PER_ROUND
-    evidence = [
+    evidence = (
         f"{overtaken} of {total} messages arrived out of place "
         f"({posted} sent before any receive, {_ROUNDS} times {_PER_ROUND} after)"
-    ]
+    )
     limit = f"{got} of {posted} sent at once arrived"
     refused = sender.get("refused")
     outstanding = 1 if overtaken else posted if refused or got < posted else 0
     return {
         "order": Measurement(
-            Order.UNORDERED if overtaken else Order.IN_ORDER_STREAM, tuple(evidence), total
+            Order.UNORDERED if overtaken else Order.IN_ORDER_STREAM, (evidence,), total
         ),
         "max_outstanding_per_pair": Measurement(
             outstanding, (limit, *([refused] if refused else [])), posted
@@ -156,15 +156,16 @@ def _judge_order(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
     value = order.value
     if value is Order.IN_ORDER_STREAM and overtook and (independent or ignored):
         value = Order.PER_TAG
-    tags = f"receive of tag 2 before tag 1: {receiver.get('second', 'never returned')}" + (
-        ", right bytes" if receiver.get("second intact") else ", wrong bytes"
-    )
+    tags = [
+        f"receive of tag 2 before tag 1: {receiver.get('second', 'never returned')}"
+        + (", right bytes" if receiver.get("second intact") else ", wrong bytes")
+    ]
+    if independent:
+        tags.append("a receive on an unused tag is harmless")
     return {
         **measured,
         "order": Measurement(value, evidence, order.repetitions),
-        "tags": Measurement(independent, (tags, "a receive on an unused tag is harmless"), 2)
-        if independent
-        else Measurement(False, (tags,), 2),
+        "tags": Measurement(independent, tuple(tags), 2),
     }
 
 

@@ -23,10 +23,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from commlayer.conformance.ranks.forkserver import MOST_DESCRIPTORS
+
 _LEND = str(Path(__file__).with_name("lend.py"))
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
-_MOST_DESCRIPTORS = 64
 
 
 class Launcher(NamedTuple):
@@ -88,7 +89,7 @@ class Launch:
         link, _ = listener.accept()
         self._links.append(link)
         link.settimeout(_START_SECONDS)
-        head, descriptors, _, _ = socket.recv_fds(link, 8, _MOST_DESCRIPTORS)
+        head, descriptors, _, _ = socket.recv_fds(link, 8, MOST_DESCRIPTORS)
         with link.makefile("rb") as stream:
             environment, numbers = pickle.loads(stream.read(int.from_bytes(head, "big")))
         self.places.append(Place(environment, dict(zip(numbers, descriptors, strict=True))))

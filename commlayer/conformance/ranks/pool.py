@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import TCPStore
 from commlayer.conformance.ranks import here
 from commlayer.conformance.ranks.forkserver import FORK, REAP, Job
 from commlayer.conformance.ranks.launcher import Launch, Launcher, Place
+from commlayer.ports import LOOPBACK
 
-_ADDRESS = "127.0.0.1"
 _SERVER = "commlayer.conformance.ranks.forkserver"
 
 
@@ -129,7 +129,10 @@ class Process:
 
     def say(self, value: Any) -> None:
         """Tell the rank something: what its `here.hear` returns."""
-        self._connection.send_bytes(pickle.dumps(value))
+        try:
+            self._connection.send_bytes(pickle.dumps(value))
+        except ConnectionError:
+            raise self.failure(f"ended with exit code {self.wait()} before it heard") from None
 
     def hear(self, timeout: float = 30) -> Any:
         """What the rank says next by `here.say`."""
@@ -256,7 +259,7 @@ class Ranks:
         launch = self._launch(size)
         places = launch.places if launch else [Place({}, {})] * size
         number = pickle.dumps(self._launcher.rank) if self._launcher and launch else b""
-        store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         self._stores.append(store)
         processes = []
         for rank, place in enumerate(places):
@@ -272,12 +275,12 @@ class Ranks:
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
                     "WORLD_SIZE": str(size),
-                    "MASTER_ADDR": _ADDRESS,
+                    "MASTER_ADDR": LOOPBACK,
                     "MASTER_PORT": str(store.port),
                     "TORCHELASTIC_USE_AGENT_STORE": "True",
                     "TORCHELASTIC_RESTART_COUNT": "0",
                     "GLOO_SOCKET_IFNAME": "lo",
-                    "RANKS_STORE": f"{_ADDRESS}:{store.port}",
+                    "RANKS_STORE": f"{LOOPBACK}:{store.port}",
                     **(environment or {}),
                 },
             )
@@ -317,14 +320,6 @@ class Ranks:
             if process.wait(timeout) != 0:
                 raise process.failure(f"returned, and ended with exit code {process.exit_code}")
         return results
-
-    @staticmethod
-    def free_port() -> int:
-        """A TCP port that was free a moment ago."""
-        with socket.socket() as probe:
-            probe.bind((_ADDRESS, 0))
-            port: int = probe.getsockname()[1]
-            return port
 
     def end_processes(self) -> None:
         """Kill every rank that still runs."""

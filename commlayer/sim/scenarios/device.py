@@ -13,8 +13,7 @@ import torch
 from commlayer.sim.failure import FailureKind
 from commlayer.sim.profiles import GLOO, HCCL
 from commlayer.sim.rank import Rank, blank, filled
-from commlayer.sim.scenario import scenario
-from commlayer.sim.world import World
+from commlayer.sim.scenario import on_ranks, scenario
 
 DEVICE = ("hccl", "nccl", "xccl")
 
@@ -51,38 +50,33 @@ def _drafts(rank: Rank, *, retained: bool) -> None:
 
 
 @scenario("hccl", expect=FailureKind.USE_AFTER_FREE, case="C3")
-def side_stream_without_retention(world: World) -> None:
+@on_ranks(1)
+def side_stream_without_retention(rank: Rank) -> None:
     """An index made on the main stream is read on a side stream and dropped."""
-    world.start(1, lambda rank: _drafts(rank, retained=False))
+    _drafts(rank, retained=False)
 
 
 @scenario("hccl", case="C3")
-def side_stream_with_record(world: World) -> None:
+@on_ranks(1)
+def side_stream_with_record(rank: Rank) -> None:
     """The cure: the index is recorded on the side stream; its bytes come back by themselves."""
-
-    def body(rank: Rank) -> None:
-        _drafts(rank, retained=True)
-        assert rank.arena.in_use == 0, f"{rank.arena.in_use} bytes still in use"
-
-    world.start(1, body)
+    _drafts(rank, retained=True)
+    assert rank.arena.in_use == 0, f"{rank.arena.in_use} bytes still in use"
 
 
 @scenario("hccl", case="C3")
-def side_stream_own_tensor(world: World) -> None:
+@on_ranks(1)
+def side_stream_own_tensor(rank: Rank) -> None:
     """A tensor made on the side stream itself needs nothing."""
-
-    def body(rank: Rank) -> None:
-        device, arena = rank.device, rank.arena
-        side = device.stream("side")
-        with side:
-            for step in range(2):
-                made = arena.full(step, 8)
-                out = arena.empty(8)
-                device.launch("copy", lambda a, b: b.copy_(a), reads=[made], writes=[out])
-                del made, out
-        device.synchronize()
-
-    world.start(1, body)
+    device, arena = rank.device, rank.arena
+    side = device.stream("side")
+    with side:
+        for step in range(2):
+            made = arena.full(step, 8)
+            out = arena.empty(8)
+            device.launch("copy", lambda a, b: b.copy_(a), reads=[made], writes=[out])
+            del made, out
+    device.synchronize()
 
 
 def _device_send(rank: Rank, *, drop: bool) -> None:
@@ -109,9 +103,10 @@ def _expect(tensor: torch.Tensor, value: int) -> None:
 
 
 @scenario("nccl", "xccl", case="C19")
-def recorded_send_dropped(world: World) -> None:
+@on_ranks(2)
+def recorded_send_dropped(rank: Rank) -> None:
     """A transport that records its stream may have work and tensor dropped; bytes come back."""
-    world.start(2, lambda rank: _device_send(rank, drop=True))
+    _device_send(rank, drop=True)
 
 
 def _collective(rank: Rank, *, retained: bool) -> None:
@@ -130,15 +125,17 @@ def _collective(rank: Rank, *, retained: bool) -> None:
 
 
 @scenario("nccl", expect=FailureKind.USE_AFTER_FREE, case="C3")
-def async_broadcast_dropped(world: World) -> None:
+@on_ranks(2)
+def async_broadcast_dropped(rank: Rank) -> None:
     """The source of an asynchronous collective is dropped before its end event."""
-    world.start(2, lambda rank: _collective(rank, retained=False))
+    _collective(rank, retained=False)
 
 
 @scenario("nccl", case="C3")
-def async_broadcast_held(world: World) -> None:
+@on_ranks(2)
+def async_broadcast_held(rank: Rank) -> None:
     """The cure: held until the current stream is ordered after it."""
-    world.start(2, lambda rank: _collective(rank, retained=True))
+    _collective(rank, retained=True)
 
 
 def _overwrite(rank: Rank, *, waits: bool) -> None:
@@ -158,15 +155,17 @@ def _overwrite(rank: Rank, *, waits: bool) -> None:
 
 
 @scenario("hccl", "nccl", expect=FailureKind.OVERWRITTEN, case="C2")
-def device_overwrite(world: World) -> None:
+@on_ranks(2)
+def device_overwrite(rank: Rank) -> None:
     """The next forward pass writes a buffer that the communicator's stream is still sending."""
-    world.start(2, lambda rank: _overwrite(rank, waits=False))
+    _overwrite(rank, waits=False)
 
 
 @scenario("hccl", "nccl", case="C2")
-def device_overwrite_ordered(world: World) -> None:
+@on_ranks(2)
+def device_overwrite_ordered(rank: Rank) -> None:
     """The cure: the writing stream is ordered after the send."""
-    world.start(2, lambda rank: _overwrite(rank, waits=True))
+    _overwrite(rank, waits=True)
 
 
 def _use(rank: Rank, *, waits: bool) -> None:
@@ -183,40 +182,39 @@ def _use(rank: Rank, *, waits: bool) -> None:
 
 
 @scenario("hccl", "nccl", "xccl", expect=FailureKind.EARLY_READ)
-def result_used_unwaited(world: World) -> None:
+@on_ranks(2)
+def result_used_unwaited(rank: Rank) -> None:
     """A kernel reads a received tensor on a stream that was not ordered after the receive."""
-    world.start(2, lambda rank: _use(rank, waits=False))
+    _use(rank, waits=False)
 
 
 @scenario("hccl", "nccl", "xccl")
-def result_used_waited(world: World) -> None:
+@on_ranks(2)
+def result_used_waited(rank: Rank) -> None:
     """The cure: wait on the stream that uses it."""
-    world.start(2, lambda rank: _use(rank, waits=True))
+    _use(rank, waits=True)
 
 
 @scenario("hccl", "nccl", "xccl", case="C38")
-def two_streams_wait(world: World) -> None:
+@on_ranks(2)
+def two_streams_wait(rank: Rank) -> None:
     """Two threads wait for one receive, each on a stream of its own; both are ordered."""
-
-    def body(rank: Rank) -> None:
-        data, device, arena = rank.endpoint(), rank.device, rank.arena
-        tensor = arena.full(1, 16) if rank.index == 0 else arena.empty(16)
-        if rank.index == 0:
-            data.isend(tensor, 1).wait()
-            device.synchronize()
-            return
-        work = data.irecv(tensor, 0)
-
-        def consumer() -> None:
-            with device.stream("consumer"):
-                work.wait()
-                device.launch("use", lambda t: _expect(t, 1), reads=[tensor])
-
-        for thread in [rank.spawn(consumer, f"consumer {n}") for n in range(2)]:
-            thread.join()
+    data, device, arena = rank.endpoint(), rank.device, rank.arena
+    tensor = arena.full(1, 16) if rank.index == 0 else arena.empty(16)
+    if rank.index == 0:
+        data.isend(tensor, 1).wait()
         device.synchronize()
+        return
+    work = data.irecv(tensor, 0)
 
-    world.start(2, body)
+    def consumer() -> None:
+        with device.stream("consumer"):
+            work.wait()
+            device.launch("use", lambda t: _expect(t, 1), reads=[tensor])
+
+    for thread in [rank.spawn(consumer, f"consumer {n}") for n in range(2)]:
+        thread.join()
+    device.synchronize()
 
 
 # -- order ----------------------------------------------------------------------------
@@ -242,31 +240,30 @@ def _tokens_and_hidden(rank: Rank, *, channels: tuple[str, str]) -> None:
 
 
 @scenario("hccl", expect=FailureKind.DEADLOCK, case="C7")
-def broadcast_and_send_share_a_queue(world: World) -> None:
+@on_ranks(2)
+def broadcast_and_send_share_a_queue(rank: Rank) -> None:
     """A token broadcast and the next step's send go through one in-order communicator."""
-    world.start(2, lambda rank: _tokens_and_hidden(rank, channels=("one", "one")))
+    _tokens_and_hidden(rank, channels=("one", "one"))
 
 
 @scenario("hccl", "nccl", case="C7")
-def broadcast_and_send_apart(world: World) -> None:
+@on_ranks(2)
+def broadcast_and_send_apart(rank: Rank) -> None:
     """The cure: a communicator for each."""
-    world.start(2, lambda rank: _tokens_and_hidden(rank, channels=("tokens", "data")))
+    _tokens_and_hidden(rank, channels=("tokens", "data"))
 
 
 @scenario("xccl", "adversary_weakest", expect=FailureKind.DEADLOCK, case="C13")
-def send_first_everywhere(world: World) -> None:
+@on_ranks(2)
+def send_first_everywhere(rank: Rank) -> None:
     """Every rank posts its send first where a post may block until the peer receives."""
-
-    def body(rank: Rank) -> None:
-        data, peer = rank.endpoint(), 1 - rank.index
-        source, target = filled(1, 16), blank(16)
-        with rank.naming(f"send of rank {rank.index}"):
-            send = data.isend(source, peer)
-        recv = data.irecv(target, peer)
-        send.wait()
-        recv.wait()
-
-    world.start(2, body)
+    data, peer = rank.endpoint(), 1 - rank.index
+    source, target = filled(1, 16), blank(16)
+    with rank.naming(f"send of rank {rank.index}"):
+        send = data.isend(source, peer)
+    recv = data.irecv(target, peer)
+    send.wait()
+    recv.wait()
 
 
 def _opposite(rank: Rank, *, by_parity: bool) -> None:
@@ -286,15 +283,17 @@ def _opposite(rank: Rank, *, by_parity: bool) -> None:
 
 
 @scenario("nccl", expect=FailureKind.DEADLOCK, case="C17")
-def first_use_of_a_pair(world: World) -> None:
+@on_ranks(2)
+def first_use_of_a_pair(rank: Rank) -> None:
     """The first operation of a pair blocks the host while it connects, on both ranks."""
-    world.start(2, lambda rank: _opposite(rank, by_parity=False))
+    _opposite(rank, by_parity=False)
 
 
 @scenario("xccl", "nccl", "hccl", case="C13")
-def opposite_sends_by_parity(world: World) -> None:
+@on_ranks(2)
+def opposite_sends_by_parity(rank: Rank) -> None:
     """The cure: even ranks send first, odd ranks receive first."""
-    world.start(2, lambda rank: _opposite(rank, by_parity=True))
+    _opposite(rank, by_parity=True)
 
 
 def _crossed(rank: Rank, *, sends_first: bool, channels: tuple[str, str]) -> None:
@@ -313,21 +312,24 @@ def _crossed(rank: Rank, *, sends_first: bool, channels: tuple[str, str]) -> Non
 
 
 @scenario("hccl", expect=FailureKind.DEADLOCK, case="C18")
-def crossed_on_one_stream(world: World) -> None:
+@on_ranks(2)
+def crossed_on_one_stream(rank: Rank) -> None:
     """Each rank posts its send, then its receive, on one in-order communicator."""
-    world.start(2, lambda rank: _crossed(rank, sends_first=True, channels=("one", "one")))
+    _crossed(rank, sends_first=True, channels=("one", "one"))
 
 
 @scenario("hccl", expect=FailureKind.DEADLOCK, case="C27")
-def receives_first_on_one_stream(world: World) -> None:
+@on_ranks(2)
+def receives_first_on_one_stream(rank: Rank) -> None:
     """The same with the receive first: order within a batch cannot cure one stream."""
-    world.start(2, lambda rank: _crossed(rank, sends_first=False, channels=("one", "one")))
+    _crossed(rank, sends_first=False, channels=("one", "one"))
 
 
 @scenario("hccl", case="C18")
-def crossed_on_two_streams(world: World) -> None:
+@on_ranks(2)
+def crossed_on_two_streams(rank: Rank) -> None:
     """The cure: a communicator for each direction."""
-    world.start(2, lambda rank: _crossed(rank, sends_first=True, channels=("up", "down")))
+    _crossed(rank, sends_first=True, channels=("up", "down"))
 
 
 def _late_receive(rank: Rank, *, channels: tuple[str, str]) -> None:
@@ -352,15 +354,17 @@ def _late_receive(rank: Rank, *, channels: tuple[str, str]) -> None:
 
 
 @scenario("hccl", expect=FailureKind.DEADLOCK, case="C33")
-def late_device_receive(world: World) -> None:
+@on_ranks(2)
+def late_device_receive(rank: Rank) -> None:
     """Both ranks post a dict receive, then a send; each device receive sits behind the send."""
-    world.start(2, lambda rank: _late_receive(rank, channels=("one", "one")))
+    _late_receive(rank, channels=("one", "one"))
 
 
 @scenario("hccl", case="C33")
-def late_device_receive_apart(world: World) -> None:
+@on_ranks(2)
+def late_device_receive_apart(rank: Rank) -> None:
     """The cure: one communicator per direction."""
-    world.start(2, lambda rank: _late_receive(rank, channels=("up", "down")))
+    _late_receive(rank, channels=("up", "down"))
 
 
 def _batches(rank: Rank, *, sizes: tuple[int, int]) -> None:
@@ -383,12 +387,14 @@ def _batches(rank: Rank, *, sizes: tuple[int, int]) -> None:
 
 
 @scenario("hccl", expect=FailureKind.DEADLOCK, case="C22")
-def batches_of_unequal_size(world: World) -> None:
+@on_ranks(2)
+def batches_of_unequal_size(rank: Rank) -> None:
     """The two ranks cut the same messages into batches of different size."""
-    world.start(2, lambda rank: _batches(rank, sizes=(2, 4)))
+    _batches(rank, sizes=(2, 4))
 
 
 @scenario("hccl", case="C22")
-def batches_of_equal_size(world: World) -> None:
+@on_ranks(2)
+def batches_of_equal_size(rank: Rank) -> None:
     """The cure: bounded batches, equal on both ranks."""
-    world.start(2, lambda rank: _batches(rank, sizes=(2, 2)))
+    _batches(rank, sizes=(2, 2))

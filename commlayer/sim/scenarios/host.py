@@ -11,7 +11,7 @@ from typing import Any
 from commlayer.sim.failure import FailureKind
 from commlayer.sim.profiles import GLOO, MPI
 from commlayer.sim.rank import Rank, blank, filled
-from commlayer.sim.scenario import scenario
+from commlayer.sim.scenario import on_ranks, scenario
 from commlayer.sim.transport import SimEndpoint
 from commlayer.sim.world import World
 
@@ -31,39 +31,36 @@ def receive_dict(data: SimEndpoint, src: int) -> Any:
 
 
 @scenario("gloo", "gloo_early_poll", "mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C1")
-def blocking_metadata(world: World) -> None:
+@on_ranks(2)
+def blocking_metadata(rank: Rank) -> None:
     """An "async" dict send blocks while it sends its metadata; both ranks send first."""
-
-    def body(rank: Rank) -> None:
-        data, peer = rank.endpoint(), 1 - rank.index
-        with rank.naming(f"metadata of rank {rank.index}"):
-            data.send(filled(1, 16), peer, META)
-        work = data.isend(filled(2), peer, PAYLOAD)
-        receive_dict(data, peer)
-        work.wait()
-
-    world.start(2, body)
+    data, peer = rank.endpoint(), 1 - rank.index
+    with rank.naming(f"metadata of rank {rank.index}"):
+        data.send(filled(1, 16), peer, META)
+    work = data.isend(filled(2), peer, PAYLOAD)
+    receive_dict(data, peer)
+    work.wait()
 
 
 @scenario(*HOST, case="C1")
-def async_metadata(world: World) -> None:
+@on_ranks(2)
+def async_metadata(rank: Rank) -> None:
     """The cure: metadata and payload are both posted; both ranks send first."""
-
-    def body(rank: Rank) -> None:
-        data, peer = rank.endpoint(), 1 - rank.index
-        header, payload = filled(1, 16), filled(2)
-        works = [data.isend(header, peer, META), data.isend(payload, peer, PAYLOAD)]
-        assert int(receive_dict(data, peer)[0]) == 2
-        for work in works:
-            work.wait()
-
-    world.start(2, body)
+    data, peer = rank.endpoint(), 1 - rank.index
+    header, payload = filled(1, 16), filled(2)
+    works = [data.isend(header, peer, META), data.isend(payload, peer, PAYLOAD)]
+    assert int(receive_dict(data, peer)[0]) == 2
+    for work in works:
+        work.wait()
 
 
 # -- dropped handles ----------------------------------------------------------------
 
 
-def _fire_and_forget(rank: Rank) -> None:
+@scenario("gloo", "gloo_early_poll", expect=FailureKind.LOST_MESSAGE, case="C23")
+@on_ranks(2)
+def dropped_handle(rank: Rank) -> None:
+    """The caller drops the work of a send; the message and the pair are lost."""
     data = rank.endpoint()
     if rank.index == 0:
         data.isend(filled(7, 16), 1)
@@ -74,48 +71,36 @@ def _fire_and_forget(rank: Rank) -> None:
         data.recv(tensor, 0)
 
 
-@scenario("gloo", "gloo_early_poll", expect=FailureKind.LOST_MESSAGE, case="C23")
-def dropped_handle(world: World) -> None:
-    """The caller drops the work of a send; the message and the pair are lost."""
-    world.start(2, _fire_and_forget)
-
-
 @scenario(
     "mpi_rendezvous", "oneccl_cpu", "adversary", expect=FailureKind.USE_AFTER_FREE, case="C25"
 )
-def dropped_request(world: World) -> None:
+@on_ranks(2)
+def dropped_request(rank: Rank) -> None:
     """The caller drops work and tensor of a send; the transport reads freed memory."""
-
-    def body(rank: Rank) -> None:
-        data = rank.endpoint()
-        if rank.index == 0:
-            data.isend(filled(7, 8192), 1)
-        else:
-            data.recv(blank(8192), 0)
-
-    world.start(2, body)
+    data = rank.endpoint()
+    if rank.index == 0:
+        data.isend(filled(7, 8192), 1)
+    else:
+        data.recv(blank(8192), 0)
 
 
 @scenario(*HOST, "adversary", case="C23")
-def kept_handle(world: World) -> None:
+@on_ranks(2)
+def kept_handle(rank: Rank) -> None:
     """The cure: works and tensors are kept until each work was waited once."""
-
-    def body(rank: Rank) -> None:
-        data = rank.endpoint()
-        if rank.index == 0:
-            kept = []
-            for value in (7, 8):
-                tensor = filled(value, 16)
-                kept.append((data.isend(tensor, 1), tensor))
-            for work, _ in kept:
-                work.wait()
-        else:
-            for value in (7, 8):
-                tensor = blank(16)
-                data.recv(tensor, 0)
-                assert int(tensor[0]) == value
-
-    world.start(2, body)
+    data = rank.endpoint()
+    if rank.index == 0:
+        kept = []
+        for value in (7, 8):
+            tensor = filled(value, 16)
+            kept.append((data.isend(tensor, 1), tensor))
+        for work, _ in kept:
+            work.wait()
+    else:
+        for value in (7, 8):
+            tensor = blank(16)
+            data.recv(tensor, 0)
+            assert int(tensor[0]) == value
 
 
 # -- reaping ------------------------------------------------------------------------
@@ -179,229 +164,190 @@ def reap_on_exact_poll(world: World) -> None:
     _reaped_on_poll(world)
 
 
-@scenario(*HOST, case="C31")
-def reap_by_waiter(world: World) -> None:
-    """The cure for every poll: one waiter waits each work once, in order, then releases it."""
+@scenario("gloo", "gloo_early_poll", case="C31")
+@on_ranks(2)
+def reap_by_waiter(rank: Rank) -> None:
+    """The cure for other polls: one waiter waits each work once, in order, then releases it."""
+    data = rank.endpoint()
+    if rank.index == 1:
+        for _ in range(2):
+            data.recv(blank(16), 0)
+        return
     kept: list[Any] = []
+    posted = rank.event("posted")
 
-    def body(rank: Rank) -> None:
-        data = rank.endpoint()
-        if rank.index == 1:
-            for _ in range(2):
-                data.recv(blank(16), 0)
-            return
-        posted = rank.event("posted")
+    def waiter() -> None:
+        for _ in range(2):
+            while not kept:
+                posted.wait()
+                posted.clear()
+            kept[0][0].wait()
+            kept.pop(0)
 
-        def waiter() -> None:
-            for _ in range(2):
-                while not kept:
-                    posted.wait()
-                    posted.clear()
-                kept[0][0].wait()
-                kept.pop(0)
-
-        lane = rank.spawn(waiter, "waiter")
-        for value in range(2):
-            tensor = filled(value, 16)
-            kept.append((data.isend(tensor, 1), tensor))
-            posted.set()
-        lane.join()
-
-    def check() -> None:
-        assert not kept, "retained at quiescence"
-
-    if world.profile.semantics.threads.value == "serialized":
-        return _reaped_on_poll(world)
-    world.start(2, body)
-    world.at_end(check)
-    return None
+    lane = rank.spawn(waiter, "waiter")
+    for value in range(2):
+        tensor = filled(value, 16)
+        kept.append((data.isend(tensor, 1), tensor))
+        posted.set()
+    lane.join()
+    assert not kept, "still retained"
 
 
 @scenario("gloo", "gloo_early_poll", expect=FailureKind.LOST_MESSAGE)
-def metadata_only_popped(world: World) -> None:
+@on_ranks(2)
+def metadata_only_popped(rank: Rank) -> None:
     """A dict without tensors has nothing to gate on: its entry is popped without a wait."""
-
-    def body(rank: Rank) -> None:
-        data = rank.endpoint()
-        if rank.index == 1:
-            data.recv(blank(16), 0, META)
-            return
-        kept: list[tuple[list[Any], list[Any]]] = []
-        header = filled(1, 16)
-        kept.append(([data.isend(header, 1, META)], []))
-        del header
-        while kept and all(work.is_completed() for work in kept[0][1]):
-            kept.pop(0)
-
-    world.start(2, body)
+    data = rank.endpoint()
+    if rank.index == 1:
+        data.recv(blank(16), 0, META)
+        return
+    kept: list[tuple[list[Any], list[Any]]] = []
+    header = filled(1, 16)
+    kept.append(([data.isend(header, 1, META)], []))
+    del header
+    while kept and all(work.is_completed() for work in kept[0][1]):
+        kept.pop(0)
 
 
 @scenario("gloo", "gloo_early_poll", expect=FailureKind.ERROR, case="C30")
-def double_wait(world: World) -> None:
+@on_ranks(2)
+def double_wait(rank: Rank) -> None:
     """A work is waited by its caller and again by the reaper: the group dies."""
-
-    def body(rank: Rank) -> None:
-        data = rank.endpoint()
-        if rank.index == 0:
-            work = data.isend(filled(1), 1)
-            work.wait()
-            work.wait()
-        else:
-            data.recv(blank(), 0)
-
-    world.start(2, body)
+    data = rank.endpoint()
+    if rank.index == 0:
+        work = data.isend(filled(1), 1)
+        work.wait()
+        work.wait()
+    else:
+        data.recv(blank(), 0)
 
 
 @scenario("gloo", "gloo_early_poll", expect=FailureKind.ERROR, case="C30")
-def native_timeout(world: World) -> None:
+@on_ranks(2)
+def native_timeout(rank: Rank) -> None:
     """A limit handed to a native wait whose expiry destroys the group."""
-
-    def body(rank: Rank) -> None:
-        data = rank.endpoint()
-        if rank.index == 0:
-            work = data.isend(filled(1), 1)
-            try:
-                work.wait(timeout=1.0)
-            except RuntimeError:
-                pass
-            data.send(filled(2), 1)
-        else:
-            rank.sleep(5.0)
-            data.recv(blank(), 0)
-
-    world.start(2, body)
+    data = rank.endpoint()
+    if rank.index == 0:
+        work = data.isend(filled(1), 1)
+        try:
+            work.wait(timeout=1.0)
+        except RuntimeError:
+            pass
+        data.send(filled(2), 1)
+    else:
+        rank.sleep(5.0)
+        data.recv(blank(), 0)
 
 
 # -- overwriting --------------------------------------------------------------------
 
 
 @scenario("gloo", "gloo_early_poll", "mpi_rendezvous", expect=FailureKind.OVERWRITTEN, case="C2")
-def overwrite_before_completion(world: World) -> None:
+@on_ranks(2)
+def overwrite_before_completion(rank: Rank) -> None:
     """Retained but overwritten: the next step writes into a buffer that is still being sent."""
-
-    def body(rank: Rank) -> None:
-        data = rank.endpoint()
-        if rank.index == 0:
-            hidden = filled(1, 16)
-            work = data.isend(hidden, 1)
-            hidden.fill_(2)
-            work.wait()
-        else:
-            data.recv(blank(16), 0)
-
-    world.start(2, body)
+    data = rank.endpoint()
+    if rank.index == 0:
+        hidden = filled(1, 16)
+        work = data.isend(hidden, 1)
+        hidden.fill_(2)
+        work.wait()
+    else:
+        data.recv(blank(16), 0)
 
 
 @scenario(*HOST, "adversary", case="C2")
-def overwrite_after_completion(world: World) -> None:
+@on_ranks(2)
+def overwrite_after_completion(rank: Rank) -> None:
     """The cure: the buffer is written again only after the wait."""
-
-    def body(rank: Rank) -> None:
-        data = rank.endpoint()
-        hidden = filled(1, 16)
-        for step in (1, 2):
-            if rank.index == 0:
-                hidden.fill_(step)
-                data.send(hidden, 1)
-            else:
-                data.recv(hidden, 0)
-                assert int(hidden[0]) == step
-
-    world.start(2, body)
+    data = rank.endpoint()
+    hidden = filled(1, 16)
+    for step in (1, 2):
+        if rank.index == 0:
+            hidden.fill_(step)
+            data.send(hidden, 1)
+        else:
+            data.recv(hidden, 0)
+            assert int(hidden[0]) == step
 
 
 # -- broadcasts -----------------------------------------------------------------------
 
 
 @scenario("gloo", "mpi_rendezvous", expect=FailureKind.OVERWRITTEN, case="C4")
-def broadcast_slot_overwritten(world: World) -> None:
+@on_ranks(2)
+def broadcast_slot_overwritten(rank: Rank) -> None:
     """One slot holds the tokens of every step; a step writes it while a broadcast is pending."""
-
-    def body(rank: Rank) -> None:
-        tokens = rank.endpoint("tokens")
-        if rank.index == 0:
-            slot = blank()
-            works = []
-            for step in (1, 2):
-                slot.fill_(step)
-                works.append(tokens.broadcast(slot, 0))
-            for work in works:
-                work.wait()
-        else:
-            for _ in (1, 2):
-                tokens.broadcast(blank(), 0).wait()
-
-    world.start(2, body)
+    tokens = rank.endpoint("tokens")
+    if rank.index == 0:
+        slot = blank()
+        works = []
+        for step in (1, 2):
+            slot.fill_(step)
+            works.append(tokens.broadcast(slot, 0))
+        for work in works:
+            work.wait()
+    else:
+        for _ in (1, 2):
+            tokens.broadcast(blank(), 0).wait()
 
 
 @scenario("gloo", "mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C5")
-def conditional_broadcast(world: World) -> None:
+@on_ranks(2)
+def conditional_broadcast(rank: Rank) -> None:
     """Each rank decides from its own view whether a step broadcasts; the views differ."""
-
-    def body(rank: Rank) -> None:
-        tokens, data = rank.endpoint("tokens"), rank.endpoint()
-        for step in (0, 1):
-            samples = rank.index == 0 or step == 1
-            if samples:
-                slot = filled(step)
-                with rank.naming(f"tokens of step {step}"):
-                    tokens.broadcast(slot, 0).wait()
-            if rank.index == 0:
-                data.send(filled(step, 16), 1)
-            else:
-                data.recv(blank(16), 0)
-
-    world.start(2, body)
+    tokens, data = rank.endpoint("tokens"), rank.endpoint()
+    for step in (0, 1):
+        samples = rank.index == 0 or step == 1
+        if samples:
+            slot = filled(step)
+            with rank.naming(f"tokens of step {step}"):
+                tokens.broadcast(slot, 0).wait()
+        if rank.index == 0:
+            data.send(filled(step, 16), 1)
+        else:
+            data.recv(blank(16), 0)
 
 
 @scenario("gloo", "mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C6")
-def broadcast_one_ahead(world: World) -> None:
+@on_ranks(2)
+def broadcast_one_ahead(rank: Rank) -> None:
     """Ranks disagree on the number of broadcasts in a step; one waits for another more."""
-
-    def body(rank: Rank) -> None:
-        tokens = rank.endpoint("tokens")
-        for count in range(3 if rank.index else 2):
-            slot = filled(count)
-            with rank.naming(f"broadcast {count}"):
-                tokens.broadcast(slot, 0).wait()
-
-    world.start(2, body)
+    tokens = rank.endpoint("tokens")
+    for count in range(3 if rank.index else 2):
+        slot = filled(count)
+        with rank.naming(f"broadcast {count}"):
+            tokens.broadcast(slot, 0).wait()
 
 
 # -- progress ---------------------------------------------------------------------------
 
 
 @scenario("gloo", "gloo_early_poll", expect=FailureKind.DEADLOCK, case="C26")
-def one_progress_thread(world: World) -> None:
+@on_ranks(2)
+def one_progress_thread(rank: Rank) -> None:
     """One thread carries out a rank's operations one after another, a receive before a send."""
+    data, peer = rank.endpoint(), 1 - rank.index
 
-    def body(rank: Rank) -> None:
-        data, peer = rank.endpoint(), 1 - rank.index
+    def progress() -> None:
+        with rank.naming("queued receive"):
+            data.recv(blank(16), peer)
+        data.send(filled(1, 16), peer)
 
-        def progress() -> None:
-            with rank.naming("queued receive"):
-                data.recv(blank(16), peer)
-            data.send(filled(1, 16), peer)
-
-        rank.spawn(progress, "progress").join()
-
-    world.start(2, body)
+    rank.spawn(progress, "progress").join()
 
 
 @scenario("gloo", "gloo_early_poll", case="C26")
-def one_thread_per_lane(world: World) -> None:
+@on_ranks(2)
+def one_thread_per_lane(rank: Rank) -> None:
     """The cure: a thread for each lane."""
-
-    def body(rank: Rank) -> None:
-        data, peer = rank.endpoint(), 1 - rank.index
-        threads = [
-            rank.spawn(lambda: data.recv(blank(16), peer), "receiver"),
-            rank.spawn(lambda: data.send(filled(1, 16), peer), "sender"),
-        ]
-        for thread in threads:
-            thread.join()
-
-    world.start(2, body)
+    data, peer = rank.endpoint(), 1 - rank.index
+    threads = [
+        rank.spawn(lambda: data.recv(blank(16), peer), "receiver"),
+        rank.spawn(lambda: data.send(filled(1, 16), peer), "sender"),
+    ]
+    for thread in threads:
+        thread.join()
 
 
 def _batch(rank: Rank, *, receives_first: bool) -> None:
@@ -418,15 +364,17 @@ def _batch(rank: Rank, *, receives_first: bool) -> None:
 
 
 @scenario("mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C27")
-def receive_before_send_in_a_batch(world: World) -> None:
+@on_ranks(2)
+def receive_before_send_in_a_batch(rank: Rank) -> None:
     """A batch runs in the order of its list, and the receive is listed first."""
-    world.start(2, lambda rank: _batch(rank, receives_first=True))
+    _batch(rank, receives_first=True)
 
 
 @scenario("mpi", case="C27")
-def send_before_receive_in_a_batch(world: World) -> None:
+@on_ranks(2)
+def send_before_receive_in_a_batch(rank: Rank) -> None:
     """The cure: sends first, which an eager transport completes at once."""
-    world.start(2, lambda rank: _batch(rank, receives_first=False))
+    _batch(rank, receives_first=False)
 
 
 def _awaits_reply(rank: Rank, *, driven: bool) -> None:
@@ -452,15 +400,17 @@ def _awaits_reply(rank: Rank, *, driven: bool) -> None:
 
 
 @scenario("mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C24")
-def progress_behind_another_wait(world: World) -> None:
+@on_ranks(2)
+def progress_behind_another_wait(rank: Rank) -> None:
     """Nothing moves outside calls, and the call that would drive the send comes too late."""
-    world.start(2, lambda rank: _awaits_reply(rank, driven=False))
+    _awaits_reply(rank, driven=False)
 
 
 @scenario("mpi_rendezvous", case="C24")
-def progress_by_a_driver(world: World) -> None:
+@on_ranks(2)
+def progress_by_a_driver(rank: Rank) -> None:
     """The cure: a driver polls in the background."""
-    world.start(2, lambda rank: _awaits_reply(rank, driven=True))
+    _awaits_reply(rank, driven=True)
 
 
 def _backstop(rank: Rank, *, on_posting_path: bool) -> None:
@@ -489,15 +439,17 @@ def _backstop(rank: Rank, *, on_posting_path: bool) -> None:
 
 
 @scenario("gloo", expect=FailureKind.DEADLOCK, case="C39")
-def backstop_on_the_posting_path(world: World) -> None:
+@on_ranks(2)
+def backstop_on_the_posting_path(rank: Rank) -> None:
     """A payload completes before the peer posts; the next send waits the metadata of the last."""
-    world.start(2, lambda rank: _backstop(rank, on_posting_path=True))
+    _backstop(rank, on_posting_path=True)
 
 
 @scenario("gloo", case="C39")
-def backstop_off_the_posting_path(world: World) -> None:
+@on_ranks(2)
+def backstop_off_the_posting_path(rank: Rank) -> None:
     """The cure: posting never waits."""
-    world.start(2, lambda rank: _backstop(rank, on_posting_path=False))
+    _backstop(rank, on_posting_path=False)
 
 
 def _bounded(rank: Rank, bound: int) -> None:
@@ -517,67 +469,60 @@ def _bounded(rank: Rank, bound: int) -> None:
 
 
 @scenario(*HOST, expect=FailureKind.DEADLOCK, case="C31")
-def opposite_sends_at_the_bound(world: World) -> None:
+@on_ranks(2)
+def opposite_sends_at_the_bound(rank: Rank) -> None:
     """At the bound a send waits for room, on both ranks, before either receives."""
-    world.start(2, lambda rank: _bounded(rank, 1))
+    _bounded(rank, 1)
 
 
 @scenario(*HOST, case="C31")
-def opposite_sends_below_the_bound(world: World) -> None:
+@on_ranks(2)
+def opposite_sends_below_the_bound(rank: Rank) -> None:
     """Below the bound nothing blocks."""
-    world.start(2, lambda rank: _bounded(rank, 2))
+    _bounded(rank, 2)
 
 
 # -- order ----------------------------------------------------------------------------
 
 
 @scenario("unordered", expect=FailureKind.ERROR)
-def two_sends_may_overtake(world: World) -> None:
+@on_ranks(2)
+def two_sends_may_overtake(rank: Rank) -> None:
     """Two sends of one pair are outstanding on a transport that is not first in, first out."""
-
-    def body(rank: Rank) -> None:
-        data = rank.endpoint()
-        if rank.index == 0:
-            sources = [filled(1), filled(2)]
-            works = [data.isend(source, 1) for source in sources]
-            for work in works:
-                work.wait()
-        else:
-            for value in (1, 2):
-                tensor = blank()
-                data.recv(tensor, 0)
-                assert int(tensor[0]) == value, f"expected message {value}, got {int(tensor[0])}"
-
-    world.start(2, body)
+    data = rank.endpoint()
+    if rank.index == 0:
+        sources = [filled(1), filled(2)]
+        works = [data.isend(source, 1) for source in sources]
+        for work in works:
+            work.wait()
+    else:
+        for value in (1, 2):
+            tensor = blank()
+            data.recv(tensor, 0)
+            assert int(tensor[0]) == value, f"expected message {value}, got {int(tensor[0])}"
 
 
 @scenario("oneccl_cpu", expect=FailureKind.MISUSE)
-def more_outstanding_than_declared(world: World) -> None:
+@on_ranks(2)
+def more_outstanding_than_declared(rank: Rank) -> None:
     """The declared limit on outstanding operations of a pair is ignored."""
-
-    def body(rank: Rank) -> None:
-        data = rank.endpoint()
-        if rank.index == 0:
-            sources = [filled(1, 8192), filled(2, 8192)]
-            works = [data.isend(source, 1) for source in sources]
-            for work in works:
-                work.wait()
-        else:
-            for _ in range(2):
-                data.recv(blank(8192), 0)
-
-    world.start(2, body)
+    data = rank.endpoint()
+    if rank.index == 0:
+        sources = [filled(1, 8192), filled(2, 8192)]
+        works = [data.isend(source, 1) for source in sources]
+        for work in works:
+            work.wait()
+    else:
+        for _ in range(2):
+            data.recv(blank(8192), 0)
 
 
 @scenario("gloo", expect=FailureKind.ABORT)
-def receive_too_small(world: World) -> None:
+@on_ranks(2)
+def receive_too_small(rank: Rank) -> None:
     """A receive smaller than its message."""
-
-    def body(rank: Rank) -> None:
-        data = rank.endpoint()
-        if rank.index == 0:
-            data.send(filled(1, 16), 1)
-        else:
-            data.recv(blank(8), 0)
-
-    world.start(2, body)
+    data = rank.endpoint()
+    if rank.index == 0:
+        data.send(filled(1, 16), 1)
+    else:
+        data.recv(blank(8), 0)

@@ -14,8 +14,7 @@ from typing import Any
 from commlayer.sim.failure import FailureKind
 from commlayer.sim.profiles import GLOO
 from commlayer.sim.rank import Rank, blank, filled
-from commlayer.sim.scenario import scenario
-from commlayer.sim.world import World
+from commlayer.sim.scenario import on_ranks, scenario
 
 BATCHES = 2
 HIDDEN, FOLD = 1, 2
@@ -87,24 +86,28 @@ def _pipeline(
 
 
 @scenario("hccl", expect=FailureKind.DEADLOCK, case="C14")
-def virtual_pipeline_blocking_metadata(world: World) -> None:
+@on_ranks(2)
+def virtual_pipeline_blocking_metadata(rank: Rank) -> None:
     """Outcome A: rank 1 blocks in the metadata of a fold send, rank 0 in the next batch's."""
-    world.start(2, lambda rank: _pipeline(rank, blocking_metadata=True))
+    _pipeline(rank, blocking_metadata=True)
 
 
 @scenario("hccl", expect=FailureKind.DEADLOCK, case="C14")
-def virtual_pipeline_one_channel(world: World) -> None:
+@on_ranks(2)
+def virtual_pipeline_one_channel(rank: Rank) -> None:
     """Outcome B: fold traffic shares the in-order communicator of the forward sweep."""
-    world.start(2, lambda rank: _pipeline(rank, fold_channel="data"))
+    _pipeline(rank, fold_channel="data")
 
 
 @scenario("hccl", "nccl", case="C14")
-def virtual_pipeline(world: World) -> None:
+@on_ranks(2)
+def virtual_pipeline(rank: Rank) -> None:
     """The cure: a communicator of its own for fold traffic, and metadata that does not block."""
-    world.start(2, _pipeline)
+    _pipeline(rank)
 
 
 @scenario("hccl", expect=FailureKind.WATCHDOG, case="C14")
-def virtual_pipeline_parked(world: World) -> None:
+@on_ranks(2)
+def virtual_pipeline_parked(rank: Rank) -> None:
     """Outcome C: the engine parks with continuations in flight; the device watchdog fires."""
-    world.start(2, lambda rank: _pipeline(rank, parks=True))
+    _pipeline(rank, parks=True)

@@ -1,8 +1,8 @@
 """The ``gloo`` backend: torch's Gloo process group, on host memory over TCP.
 
-Facts were measured on torch 2.13.0 and 2.14.1 with two and three processes over
-loopback.  On any other version the poll is declared as reported by others
-(early), the weaker of what is known.
+Facts were measured on torch 2.8.0, 2.11.0, 2.13.0, 2.14.1 and 2.15.0 with two and three processes
+over loopback.  On any other version the weaker of what is known is declared: a poll
+that may be early, as reported by others, and collectives without complex numbers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ from commlayer.semantics import (
 )
 
 _FOREVER = timedelta(days=3650)
-_PROBED = ("2.13.", "2.14.")
+_CARRIES_COMPLEX = ("2.11.", "2.13.", "2.14.", "2.15.")
+_PROBED = ("2.8.", *_CARRIES_COMPLEX)
 
-COLLECTIVE_DTYPES = (
+COLLECTIVE_DTYPES: tuple[str, ...] = (
     "bool", "int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64",
-    "complex32", "complex64", "complex128",
 )  # fmt: skip
+if torch.__version__.startswith(_CARRIES_COMPLEX):
+    COLLECTIVE_DTYPES += ("complex32", "complex64", "complex128")
 
 SEMANTICS = Semantics(
     p2p=OperationSemantics(
@@ -82,7 +84,7 @@ SEMANTICS = Semantics(
     devices=("cpu",),
 )
 
-_MEASURED = "measured, torch 2.13.0 and 2.14.1, two processes over loopback"
+_MEASURED = "measured, torch 2.8.0 to 2.15.0, two processes over loopback"
 SOURCES = {
     "p2p.poll": f"{_MEASURED}: false after delivery until somebody waits",
     "p2p.wait_repeatable": f"{_MEASURED}: a second wait closes every pair of the group",
@@ -102,7 +104,7 @@ SOURCES = {
     "collective.order": f"{_MEASURED}: broadcasts of one group in the order of their posts",
     "collective.completion": f"{_MEASURED}: complete only once the peer takes part",
     "collective.peer_loss": f"{_MEASURED}: killed in mid-transfer, only the next post raises",
-    "collective.dtypes": f"{_MEASURED}: fp8, int16, uint16, uint32 and uint64 raise",
+    "collective.dtypes": f"{_MEASURED}: fp8, int16, unsigned above 8 bits raise; complex on 2.8",
 }
 
 

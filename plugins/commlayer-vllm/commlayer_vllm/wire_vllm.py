@@ -25,7 +25,7 @@ from torch import Tensor
 
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.handle import Handle
+from commlayer.handle import Handle, checked_timeout
 from commlayer_vllm.line import Line, Task
 from commlayer_vllm.parts import join, part_of, sent_in_parts
 from commlayer_vllm.wire import Received
@@ -249,6 +249,7 @@ class DeviceSend:
         self._tensor = tensor
 
     def wait(self, timeout: float | None = None) -> None:
+        checked_timeout(timeout)
         if self._work is not None:
             self._work.wait()
 

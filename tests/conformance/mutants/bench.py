@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from commlayer.conformance import Bench, Outcome, Subject, Verdict, judge
+from commlayer.conformance import Outcome, Subject, Verdict, judge
+from commlayer.conformance.bench import RANK_LIMIT, Bench
 from commlayer.conformance.ranks.pool import Process, Ranks
 from commlayer.conformance.rules import find_rule
 from commlayer.errors import CommError
 from mutants.mutant import Mutant
 
-PATIENCE = 30.0
 HANGING = 3.0
 """Seconds that the ranks of a check get where they are known to hang."""
 
@@ -19,12 +19,12 @@ HANGING = 3.0
 class MutantBench(Bench):
     """Ranks of every subject are forked from one server; it is closed with `close_ranks`.
 
-    A check gets `patience` seconds where it asks for less or more.
+    A check gets `patience` seconds instead of those it asks for, if that is given.
     """
 
     shared: dict[bool, Ranks] = {}  # noqa: RUF012
 
-    def __init__(self, subject: Subject, schedules: int, patience: float = PATIENCE) -> None:
+    def __init__(self, subject: Subject, schedules: int, patience: float | None = None) -> None:
         super().__init__(subject, schedules=schedules)
         self._patience = patience
         self._pools = self.shared
@@ -35,19 +35,18 @@ class MutantBench(Bench):
         return self.shared[fresh]
 
     def run(
-        self, body: Callable[..., Any], size: int, *arguments: Any, limit: float = PATIENCE
+        self, body: Callable[..., Any], size: int, *arguments: Any, limit: float = RANK_LIMIT
     ) -> list[Any]:
-        return super().run(body, size, *arguments, limit=self._patience)
+        return super().run(body, size, *arguments, limit=self._patience or limit)
 
-    def collect(self, processes: Sequence[Process], limit: float = PATIENCE) -> list[Any]:
-        return super().collect(processes, self._patience)
+    def collect(self, processes: Sequence[Process], limit: float = RANK_LIMIT) -> list[Any]:
+        return super().collect(processes, self._patience or limit)
 
 
 def judged(mutant: Mutant, rule: str) -> Verdict:
     """The verdict of one rule on a mutant; it fails where the backend does not even load."""
-    patience = HANGING if mutant.hangs else PATIENCE
     try:
-        bench = MutantBench(mutant.subject(), mutant.schedules, patience)
+        bench = MutantBench(mutant.subject(), mutant.schedules, HANGING if mutant.hangs else None)
         return judge(find_rule(rule), bench)
     except CommError as error:
         return Verdict(rule=rule, outcome=Outcome.FAILED, message=str(error))

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from commlayer.conformance import Subject
 
 HANGS = "does not come to an end"
+PEER_LOST = r"errors\.md#peer_lost"
+"""Of a group that was closed under its ranks: by schedule, one of them tells and in other words."""
+SPOILT = r"errors\.md#protocol|did not arrive whole"
+"""Of a source that was overwritten: by its bytes, a header or what stands behind one."""
 
 
 @dataclass(frozen=True)

@@ -88,26 +88,20 @@ def _is_send(work: SimWork) -> bool:
 
 
 class SendWaitReturnsAtOnce(Relay):
-    def wait(self, work: SimWork) -> None:
-        if not _is_send(work):
-            self.inner.wait(work)
+    """For the sends of some sizes."""
 
-
-class _SendWaitReturnsAtOnceOf(Relay):
-    """As above, for some sizes."""
-
-    low, high = 0, 0
+    low, high = 0, 1 << 40
 
     def wait(self, work: SimWork) -> None:
         if not (_is_send(work) and self.low <= work.operation.buffer.nbytes <= self.high):
             self.inner.wait(work)
 
 
-class LargeSendWaitReturnsAtOnce(_SendWaitReturnsAtOnceOf):
+class LargeSendWaitReturnsAtOnce(SendWaitReturnsAtOnce):
     low, high = 64, 64
 
 
-class SmallSendWaitReturnsAtOnce(_SendWaitReturnsAtOnceOf):
+class SmallSendWaitReturnsAtOnce(SendWaitReturnsAtOnce):
     low, high = 16, 16
 
 

@@ -1,0 +1,78 @@
+"""What all channels of one communicator share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from commlayer.config import CommConfig
+from commlayer.handle import checked_timeout
+from commlayer.memory import Memory
+from commlayer.observe.observation import Observation
+from commlayer.semantics import Semantics
+from commlayer.send import Encoder
+from commlayer.streams.side_stream import SideStreams
+from commlayer.streams.track import Tracker
+from commlayer.tracking.retention import DeviceHold, RetentionPolicy
+from commlayer.wire.connection import Connection
+from commlayer.wire.tensors import Limits
+
+if TYPE_CHECKING:
+    from commlayer.communicator import Communicator
+
+
+class Session:
+    """What a communicator is made of, and how it ends."""
+
+    def __init__(
+        self,
+        *,
+        connection: Connection,
+        backend: str,
+        semantics: Semantics,
+        host_devices: tuple[str, ...],
+        config: CommConfig,
+        retention: RetentionPolicy,
+        release: Callable[[], None],
+    ) -> None:
+        self.connection = connection
+        self.backend = backend
+        self.semantics = semantics
+        self.config = config
+        self.device_hold = getattr(retention, "device_hold", DeviceHold.COMPLETION)
+        self.release = release
+        self.channels: dict[str, Communicator] = {}
+        self.observation: Observation
+        device = connection.device
+        self.memory = Memory(backend, semantics, host_devices, device)
+        self.encoder = Encoder(
+            limits=Limits.from_config(config),
+            inline_bytes=config.inline_bytes,
+            retention=retention,
+            memory=self.memory,
+            side=device,
+        )
+        self.tracker = Tracker(connection.runtime, connection.ledger, device, semantics)
+        self.side_streams = SideStreams(
+            None if device is None else device.device,
+            lambda event, tensors: self.tracker.track(event, tensors, ("data", connection.rank)),
+            check=config.check_lifetime,
+        )
+
+    def close(self, timeout: float | None = None) -> None:
+        """Close the connection and release the transport if nothing is left inside it.
+
+        Tracked work that does not complete in time goes on, and keeps the transport.
+        """
+        limit = checked_timeout(timeout)
+        limit = self.config.close_timeout if limit is None else limit
+        deadline = self.connection.runtime.now() + limit
+        try:
+            if self.connection.close(limit) and self.tracker.join(deadline):
+                self.release()
+        finally:
+            self.observation.close()
+
+    def steps(self) -> dict[str, int]:
+        """How many broadcasts each channel has had."""
+        return {name: channel._step for name, channel in self.channels.items()}

@@ -1,0 +1,408 @@
+"""Reads a value from tokens that are trusted in nothing."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, Flag
+from functools import lru_cache, partial
+from typing import Annotated, Any
+
+import msgspec
+import torch
+from msgspec.msgpack import Ext
+from torch import Tensor
+
+from commlayer.errors import CommError, ErrorKind
+from commlayer.wire.tensors import ALL_DTYPES, Limits
+from commlayer.wire.values import codes
+from commlayer.wire.values.arrays import array_of, scalar_of
+from commlayer.wire.values.codes import COMPLEX_FORMAT, short
+from commlayer.wire.values.registered import Registered, by_name, flag_bits
+
+_DEVICE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}(:[0-9]{1,3})?")
+_MAX_EQUAL_HASHES = 1024
+
+
+class Parsed:
+    """A fully checked value that waits for its tensors."""
+
+    __slots__ = ("_operation", "_root", "reusable")
+
+    def __init__(self, root: Any, operation: object) -> None:
+        self._root = root
+        self._operation = operation
+        self.reusable = type(root) is _Deferred and root.is_flat_dict()
+        """Whether `build` may be called again: the value is a dict of str to tensors."""
+
+    def build(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the value with `tensors` in their places; called once unless `reusable`.
+
+        Raises `CommError` (PROTOCOL) only where a registered class that holds a
+        tensor refuses its fields.
+        """
+        try:
+            return _fill(self._root, tensors)
+        except _Malformed as malformed:
+            raise malformed.error(self._operation) from malformed.__cause__
+
+
+def parse(data: bytes | memoryview, tensor_count: int, limits: Limits, operation: object) -> Parsed:
+    """Read and check what `pack` wrote for a message with `tensor_count` tensors.
+
+    `data` is trusted in nothing.  Raises `CommError` (PROTOCOL) for bytes that
+    `pack` under the same limits cannot have written, for classes that are not
+    registered here, and for pickled values unless ``limits.allow_pickle``.
+    """
+    try:
+        if len(data) > limits.max_header_bytes:
+            raise _Malformed(
+                f"{len(data)} bytes exceed max_header_bytes = {limits.max_header_bytes}"
+            )
+        try:
+            tokens = _decoder(limits.max_items).decode(data)
+        except msgspec.DecodeError as error:
+            raise _Malformed(str(error)) from error
+        parser = _Parser(tokens, tensor_count, limits)
+        root = parser.take(1)
+        parser.finish()
+    except RecursionError as error:
+        raise _Malformed("it is nested deeper than the rest of this thread's stack").error(
+            operation
+        ) from error
+    except _Malformed as malformed:
+        raise malformed.error(operation) from malformed.__cause__
+    return Parsed(root, operation)
+
+
+class _Malformed(Exception):
+    """What is wrong with the received bytes."""
+
+    def __init__(
+        self, cause: str, cure: str = "Check that all ranks run the same version and configuration"
+    ) -> None:
+        super().__init__(cause[:300])
+        self.cure = cure
+
+    def error(self, operation: object) -> CommError:
+        return CommError(
+            ErrorKind.PROTOCOL,
+            operation,
+            f"the received value is malformed or not acceptable: {self}",
+            self.cure,
+        )
+
+
+class _Hole:
+    """The place of a tensor."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Deferred:
+    """A container with a hole somewhere below: made from `items` when these are filled."""
+
+    __slots__ = ("items", "make")
+
+    def __init__(self, make: Callable[[Sequence[Any]], Any], items: Sequence[Any]) -> None:
+        self.make = make
+        self.items = items
+
+    def is_flat_dict(self) -> bool:
+        return (
+            type(self.make) is partial
+            and self.make.func is _make_dict
+            and all(type(key) is str for key in self.make.args[0])
+            and all(type(item) is _Hole for item in self.items)
+        )
+
+
+def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
+    kind = type(value)
+    if kind is _Hole:
+        return tensors[value.index]
+    if kind is _Deferred:
+        return value.make([_fill(item, tensors) for item in value.items])
+    return value
+
+
+@lru_cache
+def _decoder(max_items: int) -> msgspec.msgpack.Decoder[list[Any]]:
+    tokens = Annotated[
+        list[bool | int | float | str | Ext | None],
+        msgspec.Meta(min_length=1, max_length=max_items),
+    ]
+    return msgspec.msgpack.Decoder(tokens)
+
+
+class _Parser:
+    """Reads one tree from untrusted tokens.  Containers without tensors are made at once."""
+
+    __slots__ = ("at", "holes", "limits", "seen", "tensor_count", "tokens")
+
+    def __init__(self, tokens: list[Any], tensor_count: int, limits: Limits) -> None:
+        self.tokens = tokens
+        self.at = 0
+        self.limits = limits
+        self.tensor_count = tensor_count
+        self.seen: set[int] = set()
+        self.holes = 0
+
+    def take(self, depth: int) -> Any:
+        try:
+            token = self.tokens[self.at]
+        except IndexError:
+            raise _Malformed("values are missing at the end") from None
+        self.at += 1
+        if type(token) is not Ext:
+            return token
+        take = _TAKE.get(token.code)
+        if take is None:
+            raise _Malformed(f"unknown extension code {token.code}")
+        return take(self, bytes(token.data), depth)
+
+    def take_items(self, count: int, depth: int) -> list[Any]:
+        """Take the items of a container at `depth`."""
+        if depth > self.limits.max_depth:
+            raise _Malformed(f"it is nested deeper than max_depth = {self.limits.max_depth}")
+        end = self.at + count
+        if end > len(self.tokens):
+            raise _Malformed("a container claims more values than follow")
+        items = self.tokens[self.at : end]
+        if Ext not in set(map(type, items)):
+            self.at = end
+            return items
+        return [self.take(depth + 1) for _ in range(count)]
+
+    def take_hashable(self, count: int, depth: int) -> list[Any]:
+        """Take keys of a dict or members of a set, and bound what hashing them can cost."""
+        holes = self.holes
+        items = self.take_items(count, depth)
+        if self.holes != holes:
+            raise _Malformed("a tensor is a key or in a set")
+        try:
+            distinct = len(set(map(hash, items))) if count > _MAX_EQUAL_HASHES else count
+        except Exception as error:
+            raise _Malformed("a key or a member of a set has no hash") from error
+        if count - distinct > _MAX_EQUAL_HASHES:
+            raise _Malformed("too many keys have the same hash")
+        return items
+
+    def finish(self) -> None:
+        if self.at != len(self.tokens):
+            raise _Malformed("values follow after the end")
+        if len(self.seen) != self.tensor_count:
+            raise _Malformed(
+                f"{self.tensor_count} tensors were sent, the value has {len(self.seen)} of them"
+            )
+
+
+def _count(data: bytes) -> int:
+    if len(data) != 4:
+        raise _Malformed("a number has the wrong length")
+    return int.from_bytes(data, "big")
+
+
+def _text(data: bytes, errors: str = "strict") -> str:
+    try:
+        return data.decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise _Malformed("a text is not UTF-8") from error
+
+
+def _take_sequence(make: Any, parser: _Parser, data: bytes, depth: int) -> Any:
+    holes = parser.holes
+    items = parser.take_items(_count(data), depth)
+    if parser.holes != holes:
+        return _Deferred(make, items)
+    return items if make is list else make(items)
+
+
+def _take_set(make: Any, parser: _Parser, data: bytes, depth: int) -> Any:
+    items = parser.take_hashable(_count(data), depth)
+    try:
+        members = make(items)
+    except Exception as error:
+        raise _Malformed("a member of a set has no hash") from error
+    if len(members) != len(items):
+        raise _Malformed("a set has a member twice")
+    return members
+
+
+def _take_size(parser: _Parser, data: bytes, depth: int) -> torch.Size:
+    items = parser.take_items(_count(data), depth)
+    if any(type(item) is not int or not -(2**63) <= item < 2**63 for item in items):
+        raise _Malformed("a torch.Size has an impossible extent")
+    return torch.Size(items)
+
+
+def _take_dict(parser: _Parser, data: bytes, depth: int) -> Any:
+    count = _count(data)
+    keys = parser.take_hashable(count, depth)
+    holes = parser.holes
+    values = parser.take_items(count, depth)
+    try:
+        result = dict(zip(keys, values, strict=True))
+    except Exception as error:
+        raise _Malformed("a key has no hash") from error
+    if len(result) != count:
+        raise _Malformed("a dict has a key twice")
+    return result if parser.holes == holes else _Deferred(partial(_make_dict, keys), values)
+
+
+def _make_dict(keys: Iterable[Any], values: Iterable[Any]) -> dict[Any, Any]:
+    return dict(zip(keys, values, strict=True))
+
+
+def _registered(name: str) -> Registered:
+    entry = by_name.get(name)
+    if entry is None:
+        raise _Malformed(
+            f"the class {short(name)} is not registered on this rank",
+            "Register it on all ranks (`commlayer.register`)",
+        )
+    return entry
+
+
+def _take_object(parser: _Parser, data: bytes, depth: int) -> Any:
+    count = _count(data[:4])
+    entry = _registered(_text(data[4:]))
+    if issubclass(entry.cls, Enum):
+        raise _Malformed(f"the enum {entry.name} has no fields")
+    names = parser.take_items(count, depth)
+    if any(type(name) is not str for name in names) or len(set(names)) != count:
+        raise _Malformed(f"the fields of {entry.name} are not named once each")
+    if unlike := set(names).difference(entry.fields) | entry.required.difference(names):
+        raise _Malformed(
+            f"the field {short(min(unlike))} of {entry.name} exists on one rank only",
+            "Run the same version of the class on all ranks",
+        )
+    holes = parser.holes
+    values = parser.take_items(count, depth)
+    make = partial(_make_object, entry, names)
+    return make(values) if parser.holes == holes else _Deferred(make, values)
+
+
+def _make_object(entry: Registered, names: Sequence[str], values: Sequence[Any]) -> Any:
+    fields = dict(zip(names, values, strict=True))
+    try:
+        late = {name: fields.pop(name) for name in entry.late.intersection(names)}
+        made = entry.cls(**fields)
+        for name, value in late.items():
+            object.__setattr__(made, name, value)
+    except Exception as error:
+        raise _Malformed(f"{entry.name} refuses its fields ({error})") from error
+    return made
+
+
+def _take_member(parser: _Parser, data: bytes, depth: int) -> Any:
+    entry = _registered(_text(data[4:]))
+    if not issubclass(entry.cls, Enum) or _count(data[:4]) != 1:
+        raise _Malformed(f"{entry.name} is not an enum")
+    (member,) = parser.take_items(1, depth)
+    try:
+        if issubclass(entry.cls, Flag):
+            if type(member) is int and not member & ~flag_bits(entry.cls):
+                return entry.cls(member)
+        elif type(member) is str:
+            return entry.cls[member]
+    except Exception:
+        pass
+    raise _Malformed(f"the enum {entry.name} has no member {short(member)} on this rank")
+
+
+def _take_tensor(parser: _Parser, data: bytes, depth: int) -> _Hole:
+    index = _count(data)
+    if index >= parser.tensor_count:
+        raise _Malformed(f"tensor {index} of {parser.tensor_count} is asked for")
+    parser.seen.add(index)
+    parser.holes += 1
+    return _Hole(index)
+
+
+def _take_array(make: Any, parser: _Parser, data: bytes, depth: int) -> Any:
+    parts = parser.take_items(_count(data), depth)
+    try:
+        return make(*parts)
+    except ImportError as error:
+        raise _Malformed(
+            "it holds a NumPy value, and NumPy is missing on this rank", "Install numpy"
+        ) from error
+    except Exception as error:
+        raise _Malformed(f"a NumPy value is impossible ({error})") from error
+
+
+def _take_bytes(parser: _Parser, data: bytes, depth: int) -> bytes:
+    return data
+
+
+def _take_text(parser: _Parser, data: bytes, depth: int) -> str:
+    return _text(data, "surrogatepass")
+
+
+def _take_integer(parser: _Parser, data: bytes, depth: int) -> int:
+    return int.from_bytes(data, "big", signed=True)
+
+
+def _take_complex(parser: _Parser, data: bytes, depth: int) -> complex:
+    if len(data) != COMPLEX_FORMAT.size:
+        raise _Malformed("a complex number has the wrong length")
+    return complex(*COMPLEX_FORMAT.unpack(data))
+
+
+def _take_dtype(parser: _Parser, data: bytes, depth: int) -> torch.dtype:
+    name = _text(data)
+    if name not in ALL_DTYPES:
+        raise _Malformed(
+            f"torch {torch.__version__} on this rank has no dtype {short(name)}",
+            "Run the same version of torch on all ranks",
+        )
+    return ALL_DTYPES[name]
+
+
+def _take_device(parser: _Parser, data: bytes, depth: int) -> torch.device:
+    name = _text(data)
+    try:
+        if _DEVICE_NAME.fullmatch(name):
+            return torch.device(name)
+    except RuntimeError:
+        pass
+    raise _Malformed(f"there is no device {short(name)}")
+
+
+def _take_pickle(parser: _Parser, data: bytes, depth: int) -> Any:
+    if not parser.limits.allow_pickle:
+        raise _Malformed(
+            "it holds a pickled value, and allow_pickle is off on this rank",
+            "Set allow_pickle on all ranks, if all of them are trusted, or on none",
+        )
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise _Malformed(f"a value cannot be unpickled ({error})") from error
+
+
+_TAKE: dict[int, Callable[[_Parser, bytes, int], Any]] = {
+    codes.LIST: partial(_take_sequence, list),
+    codes.TUPLE: partial(_take_sequence, tuple),
+    codes.SET: partial(_take_set, set),
+    codes.FROZENSET: partial(_take_set, frozenset),
+    codes.SIZE: _take_size,
+    codes.DICT: _take_dict,
+    codes.OBJECT: _take_object,
+    codes.MEMBER: _take_member,
+    codes.TENSOR: _take_tensor,
+    codes.ARRAY: partial(_take_array, array_of),
+    codes.SCALAR: partial(_take_array, scalar_of),
+    codes.BYTES: _take_bytes,
+    codes.TEXT: _take_text,
+    codes.INTEGER: _take_integer,
+    codes.COMPLEX: _take_complex,
+    codes.DTYPE: _take_dtype,
+    codes.DEVICE: _take_device,
+    codes.PICKLE: _take_pickle,
+}
