@@ -42,9 +42,8 @@ def connect_pickle(name: str) -> Contender:
 
 
 def connect_buffer(name: str) -> Contender:
-    from mpi4py import MPI
-
     comm = _communicator()
+    from mpi4py import MPI
 
     def send(value: Any, dst: int) -> Finish:
         requests = [comm.Isend(data, dst, tag) for tag, data in enumerate(_buffers(value))]
