@@ -218,6 +218,29 @@ def test_a_bad_message_breaks_its_lane_and_nothing_else(
         a.close(10)
 
 
+def test_what_memory_held_before_is_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message shorter than a header leaves the rest of the buffer as it was."""
+    before = torch.frombuffer(bytearray(first(frame("from before"))), dtype=torch.uint8)
+    allocate = torch.empty
+
+    def empty(*args: Any, **options: Any) -> Tensor:
+        tensor = allocate(*args, **options)
+        if tensor.dtype == torch.uint8 and tensor.numel() >= before.numel():
+            tensor.view(-1)[: before.numel()] = before
+        return tensor
+
+    hub = Hub(3)
+    intruder = Intruder(hub)
+    monkeypatch.setattr(torch, "empty", empty)
+    with hostile(hub) as (a, _, _):
+        handle = a.irecv_object(1)
+        intruder.send(bytes(before[:1].tolist()), slot=0)
+        with pytest.raises(CommError) as caught:
+            handle.result(30)
+        assert caught.value.kind is ErrorKind.PROTOCOL
+        a.close(10)
+
+
 def told(sender: Communicator) -> bool:
     """Whether the sender learns that its lane is refused; the news is on its way."""
     failed = threading.Event()
