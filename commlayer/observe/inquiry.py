@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
 from collections.abc import Callable
 
 from commlayer.observe.survey import Survey
-from commlayer.tracking.operation import Operation
 from commlayer.tracking.runtime import Event
 from commlayer.wire.connection import Connection
 from commlayer.wire.control import Answer, Ask
 from commlayer.wire.frame import protocol_error
 from commlayer.wire.pending import RankState
-
-_ON_THEIR_WAY = 8
-"""How many questions, and how many answers, to one peer may be under way."""
 
 
 class _Question:
@@ -26,14 +21,63 @@ class _Question:
         self.states: dict[int, RankState] = {}
         self.complete = event
 
+    def close(self, rank: int) -> None:
+        self.open.discard(rank)
+        if not self.open:
+            self.complete.set()
+
+
+class _Courier:
+    """Messages of one kind to one peer: one is on its way, and the newest of all others waits."""
+
+    def __init__(self, connection: Connection, rank: int) -> None:
+        self._connection = connection
+        self._rank = rank
+        self._lock = connection.runtime.lock()
+        self._busy = False
+        self._waiting: Ask | Answer | None = None
+
+    def send(self, message: Ask | Answer) -> bool:
+        """Send `message`, or one that stands for it; False where that is not possible."""
+        with self._lock:
+            if self._busy:
+                self._waiting = _newest(self._waiting, message)
+                return True
+            self._busy = True
+        return self._post(message)
+
+    def _post(self, message: Ask | Answer) -> bool:
+        if self._connection.tell(self._rank, message, self._left):
+            return True
+        with self._lock:
+            self._busy, self._waiting = False, None
+        return False
+
+    def _left(self) -> None:
+        with self._lock:
+            message, self._waiting = self._waiting, None
+            self._busy = message is not None
+        if message is not None:
+            self._post(message)
+
+
+def _newest(waiting: Ask | Answer | None, message: Ask | Answer) -> Ask | Answer:
+    if isinstance(waiting, Ask) and isinstance(message, Ask):
+        return Ask(max(waiting.number, message.number), waiting.stalled or message.stalled)
+    if waiting is None or waiting.number <= message.number:
+        return message
+    return waiting
+
 
 class Inquiry:
     """Asks all peers, and answers theirs.
 
-    A few questions and answers to a peer are on their way at a time; what comes
-    beyond that is not answered.  Answers are given by the driver of the
-    control lane, whatever the threads of the program do; where a transport
-    moves only in calls, in the next call.
+    Every question is answered, however many there are: an answer is one to all
+    questions up to its number, so that one question and one answer at a time to a
+    peer suffice, and a peer that asks without end or does not listen makes nothing
+    grow.  Answers are given by the driver of the control lane, whatever the
+    threads of the program do; where a transport moves only in calls, in the next
+    call.
 
     `alarmed` is called when a peer asks because something of its own is stuck.
     """
@@ -47,20 +91,21 @@ class Inquiry:
         self._numbers = itertools.count()
         self._lock = connection.runtime.lock()
         self._questions: dict[int, _Question] = {}
-        self._sent: defaultdict[tuple[type, int], deque[Operation]] = defaultdict(deque)
+        self._asks = {rank: _Courier(connection, rank) for rank in connection.peers}
+        self._answers = {rank: _Courier(connection, rank) for rank in connection.peers}
         connection.inquired = self._heard
 
     def ask(self, timeout: float, *, stalled: bool = False) -> dict[int, RankState]:
         """The states of this rank and of every peer that answers within `timeout` seconds."""
         connection = self._connection
         question = _Question(set(connection.peers), connection.runtime.event())
-        number = next(self._numbers)
         with self._lock:
+            number = next(self._numbers)
             self._questions[number] = question
         try:
-            for rank in connection.peers:
-                if not self._tell(rank, Ask(number, stalled)):
-                    self._close(question, rank)
+            for rank, courier in self._asks.items():
+                if not courier.send(Ask(number, stalled)):
+                    question.close(rank)
             if question.open:
                 connection.progress.block(question.complete, timeout)
         finally:
@@ -68,33 +113,17 @@ class Inquiry:
                 del self._questions[number]
         return {connection.rank: self._survey.look(), **question.states}
 
-    def _tell(self, rank: int, message: Ask | Answer) -> bool:
-        sent = self._sent[type(message), rank]
-        with self._lock:
-            while sent and sent[0].settled:
-                sent.popleft()
-            if len(sent) >= _ON_THEIR_WAY:
-                return False
-        operation = self._connection.tell(rank, message)
-        if operation is not None:
-            sent.append(operation)
-        return operation is not None
-
-    def _close(self, question: _Question, rank: int) -> None:
-        question.open.discard(rank)
-        if not question.open:
-            question.complete.set()
-
     def _heard(self, rank: int, message: Ask | Answer) -> None:
         if isinstance(message, Ask):
-            self._tell(rank, Answer(message.number, self._survey.look()))
+            self._answers[rank].send(Answer(message.number, self._survey.look()))
             if message.stalled:
                 self._alarmed(rank)
             return
         if message.state.rank != rank:
             raise protocol_error(f"control message of rank {rank}", "it speaks for another rank")
         with self._lock:
-            question = self._questions.get(message.number)
-        if question is not None and rank in question.open:
-            question.states[rank] = message.state
-            self._close(question, rank)
+            answered = [q for number, q in self._questions.items() if number <= message.number]
+        for question in answered:
+            if rank in question.open:
+                question.states[rank] = message.state
+                question.close(rank)

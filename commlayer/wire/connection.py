@@ -247,22 +247,25 @@ class Connection:
         for peer in self.peers.values():
             self.distrust(peer, error)
 
-    def tell(self, rank: int, message: Ask | Answer) -> Operation | None:
-        """Post an inquiry to `rank`, or an answer to its own; ``None`` where that is not possible.
+    def tell(self, rank: int, message: Ask | Answer, left: Callable[[], None]) -> bool:
+        """Post an inquiry to `rank`, or an answer to its own; False where that is not possible.
 
-        Never blocks.  What is returned is settled once it has left.
+        Never blocks.  `left` is called once it has left, or never will; on any task.
         """
         peer = self.peers[rank]
         if self._closed is not None or peer.error is not None:
-            return None
-        operation = self._control(peer, message)
+            return False
+        operation = self._control(peer, message, left)
         if operation is not None:
             self.progress.attend(operation)
-        return operation
+        return operation is not None
 
-    def _control(self, peer: Peer, message: Control) -> Operation | None:
+    def _control(
+        self, peer: Peer, message: Control, left: Callable[[], None] | None = None
+    ) -> Operation | None:
         lane = self._send_lane(peer, CONTROL_LANE)
         operation = self._unlisted("control message", lane.key)
+        operation.notify = left
         try:
             lane.post(operation, plain(Kind.CONTROL, encode_control(message)))
             return operation

@@ -58,7 +58,7 @@ class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True, forbid_unknow
 class Answer(
     msgspec.Struct, tag="answer", array_like=True, frozen=True, forbid_unknown_fields=True
 ):
-    """The answer to `Ask` of that number."""
+    """The answer to every `Ask` up to that number."""
 
     number: int
     state: RankState
