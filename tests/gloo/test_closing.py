@@ -140,11 +140,11 @@ def peer_is_stopped() -> None:
 def test_close_names_a_peer_that_does_not_answer(ranks: Ranks) -> None:
     processes = ranks.spawn(peer_is_stopped, 2)
     processes[1].hear()
-    processes[1].signal(signal.SIGSTOP)
+    processes[1].stop()
     processes[0].say("close")
     processes[0].result()
     assert processes[0].wait() == 0
-    processes[1].signal(signal.SIGCONT)
+    processes[1].resume()
     processes[1].say("close")
     collect(processes[1:])
     assert processes[1].wait() == 0
@@ -254,7 +254,7 @@ def peer_dies_while_closing() -> None:
 def test_a_peer_that_dies_ends_a_close(ranks: Ranks) -> None:
     first, second = ranks.spawn(peer_dies_while_closing, 2)
     second.hear()
-    second.signal(signal.SIGSTOP)
+    second.stop()
     first.say("close")
     first.hear()
     first.sleeping()

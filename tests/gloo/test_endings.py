@@ -127,10 +127,10 @@ def test_a_stopped_peer_does_not_keep_a_rank_from_ending(ranks: Ranks) -> None:
     first, second = ranks.spawn(ends_while_the_peer_is_stopped, 2)
     first.hear()
     second.hear()
-    second.signal(signal.SIGSTOP)
+    second.stop()
     first.say("leave")
     assert first.wait() == 7, first.output
-    second.signal(signal.SIGCONT)
+    second.resume()
     second.say("leave")
     assert second.wait() == 7, second.output
 
@@ -171,7 +171,7 @@ def test_a_peer_that_dies_during_finalization_does_not_abort_it(ranks: Ranks) ->
     first, second = ranks.spawn(finalizes_slowly, 2)
     first.hear()
     second.hear()
-    second.signal(signal.SIGSTOP)
+    second.stop()
     first.say("leave")
     first.prints("finalizing")
     second.signal(signal.SIGKILL)

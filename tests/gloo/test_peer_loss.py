@@ -47,10 +47,10 @@ def test_a_stopped_peer_times_out_and_goes_on_when_it_resumes(ranks: Ranks) -> N
     processes = ranks.spawn(stopped_peer, 3, finalize=False)
     first, victim, _ = processes
     victim.hear()
-    victim.signal(signal.SIGSTOP)
+    victim.stop()
     first.say("the peer is stopped")
     first.hear()
-    victim.signal(signal.SIGCONT)
+    victim.resume()
     victim.say("go on")
     collect(processes)
 

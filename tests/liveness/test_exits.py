@@ -165,9 +165,9 @@ def test_close_names_what_is_undelivered_and_returns(ranks: Ranks) -> None:
     first, second = ranks.spawn(closes_with_undelivered_sends, 2)
     first.hear()
     second.sleeping()
-    second.signal(signal.SIGSTOP)
+    second.stop()
     assert first.hear() == "closed"
-    second.signal(signal.SIGCONT)
+    second.resume()
     for process in (first, second):
         process.say("leave")
     assert [first.wait(), second.wait()] == [0, 0], first.output

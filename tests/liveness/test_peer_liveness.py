@@ -208,10 +208,10 @@ def goes_on_after_silence(hogs: bool) -> None:
 def test_a_stopped_process_is_not_lost(ranks: Ranks) -> None:
     first, victim = ranks.spawn(goes_on_after_silence, 2, False, finalize=False)
     victim.hear()
-    victim.signal(signal.SIGSTOP)
+    victim.stop()
     first.say("the peer is stopped")
     assert first.hear() == "no alarm"
-    victim.signal(signal.SIGCONT)
+    victim.resume()
     victim.say("go on")
     collect([first, victim])
 

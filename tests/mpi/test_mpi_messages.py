@@ -15,6 +15,7 @@ from mpi_job import Jobs, meet
 
 import commlayer
 from commlayer.communicator import Communicator
+from commlayer.conformance.ranks.stopping import stopped
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 
 MIB = 1 << 20
@@ -146,6 +147,8 @@ def stop_the_receiver() -> None:
         receiver = comm.recv_object(1)
         os.kill(receiver, signal.SIGSTOP)
         try:
+            while not stopped(receiver):
+                time.sleep(0.01)
             handle = comm.isend(pattern(4, MIB), 1)
             with pytest.raises(CommTimeout):
                 handle.wait(0.1)

@@ -215,7 +215,7 @@ def test_a_peer_that_stops_is_named_and_goes_on(ranks: Ranks) -> None:
     """C10."""
     processes = ranks.spawn(a_stopped_peer, 2)
     assert processes[1].hear() == "ready"
-    processes[1].signal(signal.SIGSTOP)
+    processes[1].stop()
     processes[0].say("stopped")
     report = processes[0].hear()
     assert report.case is Case.PEER_SILENT
@@ -224,7 +224,7 @@ def test_a_peer_that_stops_is_named_and_goes_on(ranks: Ranks) -> None:
     assert "rank 1 does not answer" in text
     assert "rank 0 has waited" in text
     assert "no answer from rank 1" in text
-    processes[1].signal(signal.SIGCONT)
+    processes[1].resume()
     processes[1].say("go on")
     assert processes[0].hear() == "received"
     for process in processes:

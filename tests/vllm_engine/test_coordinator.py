@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -317,10 +316,10 @@ def test_nothing_of_a_queue_is_released_while_its_first_is_open_and_all_is_after
     sender, receiver = ranks.spawn(queue_of_sends, 2, finalize=False)
     for process in (sender, receiver):
         process.hear()
-    receiver.signal(signal.SIGSTOP)
+    receiver.stop()
     sender.say("the receiver is stopped")
     sender.hear()
-    receiver.signal(signal.SIGCONT)
+    receiver.resume()
     receiver.say("go on")
     collect([sender, receiver])
 

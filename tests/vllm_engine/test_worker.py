@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,14 +80,14 @@ def received(ranks: Ranks, waits: bool, **table: Any) -> list[float]:
     first, last = ranks.spawn(stages, 2, waits, table, finalize=False)
     for process in (first, last):
         process.hear()
-    last.signal(signal.SIGSTOP)
+    last.stop()
     first.say("the last stage is stopped")
     assert first.hear() == "step 0 is sent"
     if waits:
         first.sleeping()
     else:
         first.hear()
-    last.signal(signal.SIGCONT)
+    last.resume()
     last.say("go on")
     if waits:
         first.hear()

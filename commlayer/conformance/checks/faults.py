@@ -67,10 +67,10 @@ def silent_peer(bench: Bench) -> None:
     processes = bench.spawn(beside_a_silent_peer, 3)
     first, victim, _ = processes
     victim.hear()
-    victim.signal(signal.SIGSTOP)
+    victim.stop()
     first.say("the peer is stopped")
     first.hear()
-    victim.signal(signal.SIGCONT)
+    victim.resume()
     victim.say("go on")
     found = bench.collect(processes)
     assert [process.wait(LIMIT) for process in processes] == [0, 0, 0]

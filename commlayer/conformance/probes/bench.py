@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -215,8 +214,3 @@ def in_words(size: int) -> str:
             return f"{size} {unit}"
         size //= 1024
     return f"{size} GiB"
-
-
-def stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

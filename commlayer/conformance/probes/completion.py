@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from commlayer.conformance.probes.bench import Bench, Concluded, in_words, stopped
+from commlayer.conformance.probes.bench import Bench, Concluded, in_words
 from commlayer.conformance.probes.experiment import (
     Experiment,
     Measurement,
@@ -17,6 +17,7 @@ from commlayer.conformance.probes.experiment import (
     unmeasured,
 )
 from commlayer.conformance.probes.link import P2P
+from commlayer.conformance.ranks.stopping import stopped
 from commlayer.semantics import (
     Completion,
     NativeTimeout,

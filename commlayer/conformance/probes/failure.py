@@ -7,8 +7,9 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from commlayer.conformance.probes.bench import Bench, Concluded, stopped
+from commlayer.conformance.probes.bench import Bench, Concluded
 from commlayer.conformance.probes.experiment import Experiment, Measurement, Pair
+from commlayer.conformance.ranks.stopping import stopped
 from commlayer.semantics import PeerLoss
 
 _LARGE = 64 << 20

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 from commlayer.conformance.ranks import here
 from commlayer.conformance.ranks.forkserver import FORK, REAP, Job
 from commlayer.conformance.ranks.launcher import Launch, Launcher, Place
+from commlayer.conformance.ranks.stopping import stopped
 from commlayer.ports import LOOPBACK
 
 _SERVER = "commlayer.conformance.ranks.forkserver"
@@ -173,6 +174,15 @@ class Process:
     def signal(self, number: int) -> None:
         """Send a signal to the rank, as `os.kill` does."""
         os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        """Stop the rank (SIGSTOP), and wait until all its threads are."""
+        self.signal(signal.SIGSTOP)
+        self._await(lambda: stopped(self.pid), "does not stop")
+
+    def resume(self) -> None:
+        """Let a stopped rank go on."""
+        self.signal(signal.SIGCONT)
 
     def sleeping(self) -> None:
         """Wait until the main thread of the rank blocks in the operating system."""
