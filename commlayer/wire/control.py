@@ -28,6 +28,10 @@ class Bye(msgspec.Struct, tag="bye", array_like=True, frozen=True, forbid_unknow
     sends: tuple[LaneName, ...]
     sent: tuple[LaneName, ...] = ()
 
+    def lanes(self) -> tuple[LaneName, ...]:
+        """All that it names."""
+        return (*_names(self.receives), *self.sends, *self.sent)
+
 
 class ByeAck(
     msgspec.Struct, tag="bye_ack", array_like=True, frozen=True, forbid_unknown_fields=True
@@ -36,6 +40,10 @@ class ByeAck(
 
     receives: tuple[Taken, ...]
     sends: tuple[LaneName, ...]
+
+    def lanes(self) -> tuple[LaneName, ...]:
+        """All that it names."""
+        return (*_names(self.receives), *self.sends)
 
 
 class LaneBroken(
@@ -46,6 +54,10 @@ class LaneBroken(
     lane: LaneName
     taken: int
     cause: str
+
+    def lanes(self) -> tuple[LaneName, ...]:
+        """All that it names."""
+        return (self.lane,)
 
 
 class Ask(msgspec.Struct, tag="ask", array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -68,6 +80,10 @@ Control = Bye | ByeAck | LaneBroken | Ask | Answer
 
 _decoder = msgspec.msgpack.Decoder(Control)
 _encoder = msgspec.msgpack.Encoder()
+
+
+def _names(taken: tuple[Taken, ...]) -> tuple[LaneName, ...]:
+    return tuple(name for name, _ in taken)
 
 
 def encode_control(message: Control) -> bytes:
