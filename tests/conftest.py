@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from ranks.pool import Ranks
+
+
+def pytest_configure() -> None:
+    """Generated examples have no time limit of their own: a machine may be busy."""
+    if find_spec("hypothesis"):  # environments for one engine do without
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile(
+            "commlayer", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        )
+        settings.load_profile("commlayer")
 
 
 @pytest.fixture(scope="session")

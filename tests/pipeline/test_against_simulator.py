@@ -106,7 +106,7 @@ def test_deadlocks_of_the_pipeline() -> None:
         agrees(both(first, channels=("data", "fold")), device)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     schedules(broadcasts=False, groups=False),
     st.sampled_from([GLOO, HCCL]),
@@ -116,7 +116,7 @@ def test_any_schedule(lists: list[Schedule], data: Profile, fold: Profile) -> No
     agrees(lists, {"data": data, "fold": fold})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     schedules(broadcasts=False, groups=False),
     st.sampled_from([NCCL, XCCL]),

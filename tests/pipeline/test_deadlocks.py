@@ -405,7 +405,7 @@ def schedules(
     return ranks
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schedules(), st.sampled_from(ALL), st.sampled_from(ALL), st.integers(0, 99))
 def test_the_check_says_what_an_executor_finds(
     lists: list[list[Action | tuple[Action, ...]]], data: Semantics, fold: Semantics, seed: int
@@ -424,7 +424,7 @@ def test_the_check_says_what_an_executor_finds(
         assert Executor(proposal.schedules, proposal.facts).run(seed)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(schedules(), st.sampled_from(ALL))
 def test_rendezvous_is_the_worse_choice(
     lists: list[list[Action | tuple[Action, ...]]], of: Semantics

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 from local import SERIALIZED, WAITED, Hub, connected
@@ -378,12 +378,7 @@ class PolledHandleMachine(HandleMachine):
     semantics = SERIALIZED
 
 
-BUDGET = settings(
-    max_examples=12,
-    stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+BUDGET = settings(max_examples=12, stateful_step_count=20)
 TestHandles = HandleMachine.TestCase
 TestHandles.settings = BUDGET
 TestPolledHandles = PolledHandleMachine.TestCase

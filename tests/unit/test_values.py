@@ -237,9 +237,7 @@ trees = st.recursive(
     ),
     max_leaves=20,
 )
-quick = settings(
-    max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None
-)
+quick = settings(max_examples=150, suppress_health_check=list(HealthCheck), database=None)
 
 
 @quick
