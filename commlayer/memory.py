@@ -11,6 +11,7 @@ from commlayer.errors import CommError, ErrorKind
 from commlayer.semantics import Capture, Semantics
 from commlayer.streams.side import DeviceSide
 from commlayer.tracking.operation import Operation
+from commlayer.tracking.storage import has_memory
 from commlayer.wire.tensors import DTYPES, overlaps
 
 
@@ -57,6 +58,8 @@ class Memory:
             cause = f"a tensor of {tensor.dtype} cannot be received into"
         elif not self._reaches(tensor):
             cause = f"backend {self._backend!r} does not write memory of {tensor.device} here"
+        elif not has_memory(tensor):
+            cause = "a tensor without memory (freed or shrunk storage) cannot be received into"
         elif overlaps(tensor):
             cause = "a tensor with several elements in one place cannot be received into"
         elif tensor.is_conj() or tensor.is_neg():
@@ -71,7 +74,7 @@ class Memory:
         self._check_capture(tensor, operation)
 
     def _reaches(self, tensor: Tensor) -> bool:
-        return self.on_device(tensor) or tensor.device.type in self._host_devices
+        return tensor.device.type in self._host_devices or self.on_device(tensor)
 
     def _check_capture(self, tensor: Tensor, operation: Operation) -> None:
         if self._side is None or self._semantics.capture is Capture.ALLOWED:

@@ -82,7 +82,9 @@ class Encoder:
         self._memory.check_sources(tensors, operation)
         if at_most >= 0:
             self._check_declared(tensors, at_most, operation)
-        nbytes = sum(tensor.nbytes for tensor in tensors)
+        reserved = at_most >= 0 and self._side is not None
+        layout = self._layouts.place(kind, tensors, at_most, reserved)
+        nbytes = layout.tensor_bytes
         if max(nbytes, at_most) > self._limits.max_message_bytes:
             raise CommError(
                 ErrorKind.UNSUPPORTED,
@@ -90,8 +92,6 @@ class Encoder:
                 f"{nbytes} bytes exceed max_message_bytes = {self._limits.max_message_bytes}",
                 "Send less at once, or raise the limit on all ranks",
             )
-        reserved = at_most >= 0 and self._side is not None
-        layout = self._layouts.place(kind, tensors, at_most, reserved)
         header_bytes = layout.header_bytes + len(packed)
         if header_bytes > self._limits.max_header_bytes:
             raise CommError(

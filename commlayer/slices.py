@@ -8,7 +8,6 @@ message: a `Slice` in place of a tensor.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import zlib
 from collections import defaultdict, deque
@@ -23,6 +22,7 @@ from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle, checked_timeout
 from commlayer.receive import MessageClaim
 from commlayer.streams.device import DeviceEvent, DeviceRuntime
+from commlayer.tracking.storage import bytes_of
 from commlayer.wire.frame import Kind, protocol_error
 from commlayer.wire.recv_lane import Incoming
 from commlayer.wire.tensors import as_bytes, sendable
@@ -139,7 +139,7 @@ def _checksum(tensor: Tensor) -> int:
     host = sendable(tensor.detach().cpu(), "check_slices")
     if host.nbytes == 0:
         return 0
-    return zlib.crc32((ctypes.c_char * host.nbytes).from_address(host.data_ptr()))
+    return zlib.crc32(bytes_of(host))
 
 
 # Between the ranks of a group --------------------------------------------------------------------

@@ -20,3 +20,11 @@ def same(a: Tensor, b: Tensor) -> bool:
     return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(
         as_bytes(a.detach().contiguous()), as_bytes(b.detach().contiguous())
     )
+
+
+def without_memory(nbytes: int) -> torch.Tensor:
+    """Three floats, the third to the fifth of a storage that has only `nbytes` left."""
+    tensor = torch.arange(5.0)
+    view = tensor[2:]
+    tensor.untyped_storage().resize_(nbytes)
+    return view

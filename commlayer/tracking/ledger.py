@@ -278,11 +278,12 @@ class Ledger:
         """Block until `operation` is settled; False when `timeout` seconds have passed."""
         if not operation.settled:
             operation.awaited = True
-            since = self._runtime.now()
+            observer = self.observer
+            since = 0.0 if observer is None else self._runtime.now()
             if not (timeout is None and self._drive(operation)):
                 self._wait_for_event(operation, timeout)
-            if self.observer is not None:
-                self.observer.waited(operation, since)
+            if observer is not None:
+                observer.waited(operation, since)
         if not self._reaping.background:
             self.reap()
         return operation.settled

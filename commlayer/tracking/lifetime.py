@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from commlayer.tracking.storage import bytes_of, has_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,19 +20,22 @@ class Fingerprint:
     Reads host memory only: tensors on a device are not checked.
     """
 
-    __slots__ = ("_sums", "_tensors")
+    __slots__ = ("_states", "_tensors")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-        self._sums = [_checksum(tensor) for tensor in self._tensors]
+        self._states = [_state(tensor) for tensor in self._tensors]
 
     def changed(self) -> bool:
-        """True if any byte differs from when it was taken (CRC-32 collisions aside)."""
-        return [_checksum(tensor) for tensor in self._tensors] != self._sums
+        """True if any byte differs from when it was taken (CRC-32 collisions aside).
+
+        So it is where the memory itself was freed or moved (``untyped_storage().resize_``).
+        """
+        return [_state(tensor) for tensor in self._tensors] != self._states
 
 
-def _checksum(tensor: Tensor) -> int:
-    nbytes = tensor.numel() * tensor.element_size()
-    if nbytes == 0:
-        return 0
-    return zlib.crc32((ctypes.c_char * nbytes).from_address(tensor.data_ptr()))
+def _state(tensor: Tensor) -> tuple[int, int] | None:
+    """Where the bytes are, and their checksum; ``None`` where there is no memory."""
+    if not has_memory(tensor):
+        return None
+    return tensor.data_ptr(), zlib.crc32(bytes_of(tensor)) if tensor.nbytes else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from commlayer.tracking.storage import bytes_of
 from commlayer.wire.frame import (
     DEFINE,
     LONG,
@@ -26,6 +26,7 @@ from commlayer.wire.frame import (
 from commlayer.wire.tensors import TensorMeta, as_bytes, is_plain, meta_of
 
 _MOST_LAYOUTS = 1024
+_INLINE = int(Placement.INLINE)
 
 
 class Layout:
@@ -40,11 +41,11 @@ class Layout:
         "header_bytes",
         "inline",
         "kind",
-        "nbytes",
         "payload",
         "placements",
         "room",
         "shape",
+        "tensor_bytes",
     )
 
     def __init__(
@@ -70,7 +71,7 @@ class Layout:
         ]
         self.apart = any(place >= Placement.MESSAGE for place in placements)
         self.header_bytes = PREFIX_BYTES + len(self.shape)
-        self.nbytes = self.header_bytes + sum(sizes)
+        self.tensor_bytes = sum(sizes)
 
 
 class Flat(NamedTuple):
@@ -103,10 +104,13 @@ class Layouts:
 
         With `reserved` the only tensor travels as the message of `at_most` bytes.
         """
-        key = (
-            kind, at_most, reserved,
-            *((t.dtype, t.shape, t.device, self._is_on_device(t)) for t in tensors),
-        )  # fmt: skip
+        if self._on_device is None:
+            key = (kind, at_most, reserved, *[(t.dtype, t.shape, t.device) for t in tensors])
+        else:
+            key = (
+                kind, at_most, reserved,
+                *[(t.dtype, t.shape, t.device, self._on_device(t)) for t in tensors],
+            )  # fmt: skip
         found = self._layouts.get(key)
         if found is None:
             placements = bytes([Placement.RESERVED]) if reserved else self._place(tensors)
@@ -190,20 +194,21 @@ class Outgoing:
         self.layout = layout
         self.value = value
         self.step = step
-        self.payload = []
-        self.device_payload = []
+        self.payload: list[Tensor] = []
+        self.device_payload: list[Tensor] = []
         self.reserved = reserved is not None
-        self._inline = []
-        for tensor, place in zip(tensors, layout.placements, strict=True):
-            if place == Placement.INLINE:
-                self._inline.append(tensor)
-            elif place == Placement.MESSAGE:
+        self.nbytes = layout.header_bytes + layout.tensor_bytes + len(value)
+        places = layout.placements
+        self._inline = [t for t, place in zip(tensors, places, strict=True) if place == _INLINE]
+        if not layout.apart:
+            return
+        for tensor, place in zip(tensors, places, strict=True):
+            if place == Placement.MESSAGE:
                 self.payload.append(as_bytes(tensor))
             elif place == Placement.DEVICE:
                 self.device_payload.append(as_bytes(tensor))
         if reserved is not None:
             self.device_payload.append(reserved)
-        self.nbytes = layout.nbytes + len(value)
 
     @property
     def kind(self) -> Kind:
@@ -231,27 +236,14 @@ class Outgoing:
         prefix = encode_prefix(
             layout.kind, flags, slot, sequence, self.step, schema, body, layout.inline
         )
-        head = prefix if long else prefix + body
-        return (
-            self._with_inline(head) if layout.inline else _tensor_of(head),
-            _tensor_of(body) if long else None,
-        )
-
-    def _with_inline(self, head: bytes) -> Tensor:
-        """A tensor of `head` and the inline tensors behind it."""
-        at = len(head)
-        message = torch.empty(at + self.layout.inline, dtype=torch.uint8, device="cpu")
-        address = message.data_ptr()
-        ctypes.memmove(address, head, at)
-        for tensor in self._inline:
-            size = tensor.nbytes
-            ctypes.memmove(address + at, tensor.data_ptr(), size)
-            at += size
-        return message
+        inline = [bytes_of(tensor) for tensor in self._inline]
+        if long:
+            return _tensor_of(prefix, *inline), _tensor_of(body)
+        return _tensor_of(prefix, body, *inline), None
 
 
-def _tensor_of(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _tensor_of(*parts: bytes | memoryview) -> Tensor:
+    return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
 
 
 def plain(kind: Kind, value: bytes = b"") -> Outgoing:

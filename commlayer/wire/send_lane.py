@@ -116,9 +116,11 @@ class SendLane:
         with self._lock:
             if self._error is not None:
                 raise self._error.again()
-            self._enqueue(operation, self._messages(outgoing))
-            self._expect_device(operation, outgoing)
-        self._post_outbox(operation)
+            mine = self._enqueue(operation, self._messages(outgoing))
+            if outgoing.device_payload:
+                self._expect_device(operation, outgoing)
+        if mine:
+            self._post_outbox(operation)
 
     def _messages(self, outgoing: Outgoing) -> list[tuple[Tensor, int]]:
         """The native messages of `outgoing` in order, each with its tag."""
@@ -135,22 +137,21 @@ class SendLane:
             messages.extend((payload, tag) for payload in outgoing.payload)
         return messages
 
-    def _enqueue(self, operation: Operation, messages: list[tuple[Tensor, int]]) -> None:
-        """Give the message its number and its place.  Called under the lock."""
+    def _enqueue(self, operation: Operation, messages: list[tuple[Tensor, int]]) -> bool:
+        """Give the message its number and its place; whether the caller is to post the outbox.
+
+        False if another thread is doing so.  Called under the lock.
+        """
         operation.sequence = self._sequence
         self._sequence += 1
         operation.retained = messages
         self._outbox.append(_Posted(operation, deque(), messages))
+        mine = not self._posting
+        self._posting = True
+        return mine
 
     def _post_outbox(self, mine: Operation) -> None:
-        """Post what is in the outbox, unless another thread is doing so.
-
-        Raises where `mine` cannot be posted.
-        """
-        with self._lock:
-            if self._posting or not self._outbox:
-                return
-            self._posting = True
+        """Post what is in the outbox.  Raises where `mine` cannot be posted."""
         while True:
             posted = self._outbox[0]
             failure = self._post_native(posted)
@@ -184,7 +185,7 @@ class SendLane:
         except BaseException as error:
             self._stranded.append(posted)
             return error
-        posted.operation.works = tuple((self._endpoint, work) for work in works)
+        posted.operation.works = [(self._endpoint, work) for work in works]
         return None
 
     def _post_failed(self, posted: _Posted, failure: BaseException, mine: Operation) -> None:
@@ -199,8 +200,6 @@ class SendLane:
 
     def _expect_device(self, operation: Operation, outgoing: Outgoing) -> None:
         """Note that a part of `operation` is on the device.  Called under the lock."""
-        if not outgoing.device_payload:
-            return
         operation.parts = 2
         operation.host_payload = bool(outgoing.payload)
         if operation.device_hold is not DeviceHold.POST:
@@ -338,10 +337,9 @@ class SendLane:
             if self._finishing:
                 return
             self._error = self._error or error
-            if goodbye is not None:
-                self._enqueue(goodbye, self._goodbye())
+            mine = goodbye is not None and self._enqueue(goodbye, self._goodbye())
             self._finishing = True
-        if goodbye is not None:
+        if mine and goodbye is not None:
             self._post_outbox(goodbye)
         self._wake.set()
 

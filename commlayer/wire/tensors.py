@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from commlayer.errors import CommError, ErrorKind
+from commlayer.tracking.storage import has_memory
 
 if TYPE_CHECKING:
     from commlayer.config import CommConfig
@@ -154,7 +155,7 @@ def is_plain(value: object) -> bool:
         and value.is_contiguous()
         and value.is_cpu
         and value.dtype in _NAMES
-        and (value.data_ptr() != 0 or value.numel() == 0)
+        and has_memory(value)
     )
 
 
@@ -184,17 +185,13 @@ def from_meta(meta: TensorMeta, device: torch.device | str) -> Tensor:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    if (
-        tensor.dtype not in _NAMES
-        or tensor.layout is not torch.strided
-        or tensor.is_nested
-        or tensor.is_meta
-    ):
-        return False
-    try:
-        return tensor.untyped_storage().data_ptr() != 0 or tensor.numel() == 0
-    except RuntimeError:
-        return False
+    return (
+        tensor.dtype in _NAMES
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and has_memory(tensor)
+    )
 
 
 def _without_subclass(tensor: Tensor, operation: object) -> Tensor:
@@ -230,7 +227,7 @@ def _refusal(tensor: Tensor, operation: object) -> CommError:
         cause = f"a tensor of {tensor.dtype} has no byte per element"
         cure = "Send `tensor.int_repr()` and its scale" if tensor.is_quantized else "Convert it"
     else:
-        cause = "the tensor has no memory (freed storage, or inside a functorch transform)"
+        cause = "the tensor has no memory (freed or shrunk storage, or a functorch transform)"
         cure = "Send it while its storage exists, outside of vmap, grad and functionalize"
     return CommError(ErrorKind.UNSUPPORTED, operation, cause, cure)
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bits import without_memory
 from local import WAITED, Hub, connect_rank, connected
 
 from commlayer.communicator import Communicator
@@ -99,6 +100,8 @@ UNSENDABLE = {
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
     "meta": lambda: torch.ones(3, device="meta"),
     "nested": nested,
+    "freed": lambda: without_memory(0),
+    "shrunk": lambda: without_memory(16),
 }
 UNKNOWN = {
     "function": print,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from bits import without_memory
 from local import (
     WAITED,
     Hub,
@@ -30,6 +31,7 @@ from commlayer.connector import connect_world
 from commlayer.errors import CommError, ErrorKind
 from commlayer.registry import LoadedBackend, Registry
 from commlayer.tracking.runtime import ThreadRuntime
+from commlayer.wire import outgoing
 from commlayer.wire.frame import LOOSE, Kind, encode_body, encode_prefix, encode_shape
 from commlayer.wire.tags import OBJECTS, TagMap
 from commlayer.wire.tensors import TensorMeta
@@ -128,6 +130,8 @@ def test_a_dict_that_looks_like_one_before_is_checked_all_the_same() -> None:
             Strict(plain),
             {"t": torch.sparse_coo_tensor(size=(3,))},
             {"t": torch.empty(3, device="meta")},
+            {"t": without_memory(0)},
+            {"t": without_memory(16)},
         ):
             with pytest.raises(CommError) as caught:
                 a.isend_tensor_dict(odd, 1)
@@ -300,15 +304,22 @@ def test_a_wait_crosses_threads_once_and_a_direct_one_never() -> None:
 def test_copies_and_allocations_of_a_repeated_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
     copied: list[int] = []
-    real_move, real_empty = ctypes.memmove, torch.empty
+    real_move, real_view = ctypes.memmove, outgoing.bytes_of
 
     def memmove(target: int, source: Any, size: int) -> int:
         copied.append(size)
         return real_move(target, source, size)
 
-    def empty(*args: Any, **options: Any) -> Tensor:
-        counts["allocations"] += 1
-        return real_empty(*args, **options)
+    def bytes_of(tensor: Tensor) -> memoryview:
+        copied.append(tensor.nbytes)
+        return real_view(tensor)
+
+    def counting(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def counted(*args: Any, **options: Any) -> Tensor:
+            counts["allocations"] += 1
+            return make(*args, **options)
+
+        return counted
 
     with counted() as (_, comms, _), monkeypatch.context() as patch:
         large, small = warmed(comms, LARGE), warmed(comms, SMALL)
@@ -321,8 +332,10 @@ def test_copies_and_allocations_of_a_repeated_dict(monkeypatch: pytest.MonkeyPat
             "isend",
             lambda self, tensor, *to: sent.append(tensor.data_ptr()) or whole(self, tensor, *to),
         )
-        patch.setattr(torch, "empty", empty)
-        patch.setattr("commlayer.wire.outgoing.ctypes.memmove", memmove)
+        patch.setattr(torch, "empty", counting(torch.empty))
+        patch.setattr(torch, "frombuffer", counting(torch.frombuffer))
+        patch.setattr(ctypes, "memmove", memmove)
+        patch.setattr(outgoing, "bytes_of", bytes_of)
         comms[0].isend_tensor_dict(small, 1)
         comms[1].recv_tensor_dict(0)
         assert eventually(lambda: counts["allocations"] == 3), "the header, and two for the next"

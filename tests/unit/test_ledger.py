@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from commlayer.errors import CommError, ErrorKind
 from commlayer.semantics import Poll
 from commlayer.tracking.ledger import Bounds, Ledger
+from commlayer.tracking.lifetime import Fingerprint
 from commlayer.tracking.operation import LaneKey, Operation
 from commlayer.tracking.reaping import BackgroundReaping, FifoReaping, PollReaping
 from commlayer.tracking.runtime import ThreadRuntime
@@ -403,3 +404,12 @@ def test_beyond_its_size_copy_on_post_holds() -> None:
         a.isend(source, 1)
         source.fill_(1)
         assert b.recv(None, 0).sum() == 5000
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, 1 << 20], ids=["freed", "shrunk", "moved"])
+def test_memory_that_goes_away_in_flight_counts_as_overwritten(nbytes: int) -> None:
+    source = torch.ones(1000)
+    taken = Fingerprint([source])
+    assert not taken.changed()
+    source.untyped_storage().resize_(nbytes)
+    assert taken.changed()

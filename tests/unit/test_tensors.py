@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from bits import filled
+from bits import filled, without_memory
 from torch import Tensor
 
 from commlayer.config import CommConfig
@@ -133,11 +133,10 @@ def fake() -> Tensor:
         return torch.empty(3)
 
 
-def freed() -> Tensor:
-    tensor = torch.arange(3.0)
-    view = tensor[1:]
-    tensor.untyped_storage().resize_(0)
-    return view
+def shrunk() -> Tensor:
+    columns = torch.arange(6.0).reshape(2, 3)[:, ::2]
+    columns.untyped_storage().resize_(20)
+    return columns
 
 
 def functional() -> Tensor:
@@ -158,7 +157,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "fake": (fake, "FakeTensor"),
     "functional": (functional, "no memory"),
-    "freed": (freed, "no memory"),
+    "shrunk": (shrunk, "no memory"),
+    "freed": (lambda: without_memory(0), "no memory"),
     "lazy": (lambda: torch.nn.UninitializedParameter(), "lazy"),
     "not a tensor": (lambda: [1, 2], "list is not a tensor"),
 }
