@@ -38,12 +38,15 @@ class Communicator:
 
     Ranks are local to the communicator.  Every method may be called from any
     thread; the order of what several threads post is theirs to fix, and must be
-    the same on every rank.  Posting an operation never waits for the peer below
+    the same on every rank.  A signal handler or finalizer (``__del__``,
+    ``weakref.finalize``) runs inside another call, under its locks: it must not call
+    a method but may raise, or set a flag that the program looks at.  Posting an operation never waits for the peer below
     the bounds ``max_inflight_ops`` and ``max_inflight_bytes``.
 
     A source tensor must not be overwritten before the handle of its send was
     waited, unless ``retention = "copy_on_post"`` copied it; it may be dropped at
-    once, and so may the handle.
+    once, and so may the handle.  ``untyped_storage().resize_`` overwrites, too: it
+    frees or moves memory that is held.
 
     All methods raise `CommError`: CONFIG for a wrong argument, CLOSED after
     `close` or after the peer's, PEER_LOST when the peer is gone, FULL at the
