@@ -40,8 +40,9 @@ class Communicator:
     thread; the order of what several threads post is theirs to fix, and must be
     the same on every rank.  A signal handler or finalizer (``__del__``,
     ``weakref.finalize``) runs inside another call, under its locks: it must not call
-    a method but may raise, or set a flag that the program looks at.  Posting an operation never waits for the peer below
-    the bounds ``max_inflight_ops`` and ``max_inflight_bytes``.
+    a method but may raise, or set a flag that the program looks at.  Posting an
+    operation never waits for the peer below the bounds ``max_inflight_ops`` and
+    ``max_inflight_bytes``.
 
     A source tensor must not be overwritten before the handle of its send was
     waited, unless ``retention = "copy_on_post"`` copied it; it may be dropped at

@@ -46,9 +46,8 @@ class Encoder:
         self, operation: Operation, tensor: Tensor, step: int = -1, at_most: int = -1
     ) -> Outgoing:
         """The message of one tensor."""
-        return self._encode(
-            operation, Kind.TENSOR, [sendable(tensor, operation)], b"", step, at_most
-        )
+        tensors = [sendable(tensor, operation, self._limits)]
+        return self._encode(operation, Kind.TENSOR, tensors, b"", step, at_most)
 
     def value(
         self, operation: Operation, kind: Kind, value: Any, step: int = -1, at_most: int = -1
@@ -84,14 +83,7 @@ class Encoder:
             self._check_declared(tensors, at_most, operation)
         reserved = at_most >= 0 and self._side is not None
         layout = self._layouts.place(kind, tensors, at_most, reserved)
-        nbytes = layout.tensor_bytes
-        if max(nbytes, at_most) > self._limits.max_message_bytes:
-            raise CommError(
-                ErrorKind.UNSUPPORTED,
-                operation.describe(),
-                f"{nbytes} bytes exceed max_message_bytes = {self._limits.max_message_bytes}",
-                "Send less at once, or raise the limit on all ranks",
-            )
+        self._limits.check_size(max(layout.tensor_bytes, at_most), operation)
         header_bytes = layout.header_bytes + len(packed)
         if header_bytes > self._limits.max_header_bytes:
             raise CommError(

@@ -9,6 +9,7 @@ message: a `Slice` in place of a tensor.
 from __future__ import annotations
 
 import math
+import sys
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,12 +26,15 @@ from commlayer.streams.device import DeviceEvent, DeviceRuntime
 from commlayer.tracking.storage import bytes_of
 from commlayer.wire.frame import Kind, protocol_error
 from commlayer.wire.recv_lane import Incoming
-from commlayer.wire.tensors import as_bytes, sendable
+from commlayer.wire.tensors import Limits, as_bytes, sendable
 from commlayer.wire.values import register
 
 if TYPE_CHECKING:
     from commlayer.tracking.operation import Operation
     from commlayer.tracking.runtime import Runtime
+
+_WHOLE = Limits(max_message_bytes=sys.maxsize)
+"""For tensors of which only a part is sent."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def sliced(
             or value.numel() % parts
         )
         if not whole:
-            flat = sendable(value, operation).view(-1)
+            flat = sendable(value, operation, _WHOLE).view(-1)
             size = flat.numel() // parts
             part = flat[group.rank * size : (group.rank + 1) * size]
             result[key] = Slice(part, tuple(value.shape), group.rank, parts)
@@ -136,7 +140,7 @@ def check_replicated(
 
 
 def _checksum(tensor: Tensor) -> int:
-    host = sendable(tensor.detach().cpu(), "check_slices")
+    host = sendable(tensor.detach().cpu(), "check_slices", _WHOLE)
     if host.nbytes == 0:
         return 0
     return zlib.crc32(bytes_of(host))

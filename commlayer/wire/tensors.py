@@ -36,6 +36,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def from_config(cls, config: CommConfig) -> Limits:
         return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
 
+    def check_size(self, nbytes: int, operation: object) -> None:
+        """Raise `CommError` (UNSUPPORTED) if so much must not be sent in one message."""
+        if nbytes > self.max_message_bytes:
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                operation,
+                f"{nbytes} bytes exceed max_message_bytes = {self.max_message_bytes}",
+                "Send less at once, or raise the limit on all ranks",
+            )
+
 
 ALL_DTYPES: dict[str, torch.dtype] = {
     name: value
@@ -106,14 +116,14 @@ def meta_of(tensor: Tensor) -> TensorMeta:
     return TensorMeta(_NAMES[tensor.dtype], tuple(tensor.shape), tensor.device.type)
 
 
-def sendable(tensor: Tensor, operation: object) -> Tensor:
+def sendable(tensor: Tensor, operation: object, limits: Limits) -> Tensor:
     """Return `tensor` as a plain, detached, contiguous tensor on the same device.
 
     The result shares memory with `tensor` unless that is non-contiguous or a
     lazy conjugate or negative, which are copied.  Raises `CommError`
     (UNSUPPORTED) for what has no dense memory of its own: sparse, quantized,
     nested, meta, fake and lazy tensors, tensors inside a functorch transform,
-    and subclasses that wrap other tensors.
+    and subclasses that wrap other tensors; and for what cannot be copied.
     """
     if type(tensor) is not Tensor:
         tensor = _without_subclass(tensor, operation)
@@ -121,21 +131,22 @@ def sendable(tensor: Tensor, operation: object) -> Tensor:
         raise _refusal(tensor, operation)
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if tensor.is_conj():
-        tensor = tensor.resolve_conj()
-    if tensor.is_neg():
-        tensor = tensor.resolve_neg()
-    return tensor if tensor.is_contiguous() else _contiguous(tensor, operation)
+    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+        tensor = _copy(tensor, operation, limits)
+    return tensor
 
 
-def _contiguous(tensor: Tensor, operation: object) -> Tensor:
+def _copy(tensor: Tensor, operation: object, limits: Limits) -> Tensor:
+    limits.check_size(tensor.nbytes, operation)
     try:
-        return tensor.contiguous()
-    except NotImplementedError as error:
+        return tensor.resolve_conj().resolve_neg().contiguous()
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
         raise CommError(
             ErrorKind.UNSUPPORTED,
             operation,
-            f"torch {torch.__version__} cannot make a tensor of {tensor.dtype} contiguous",
+            f"torch {torch.__version__} cannot make a tensor of {tensor.dtype} contiguous "
+            f"({reason})",
             "Send a contiguous tensor",
         ) from error
 

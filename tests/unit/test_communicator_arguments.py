@@ -188,6 +188,8 @@ def test_a_message_beyond_the_limit() -> None:
     with connected(max_message_bytes=100) as (a, b):
         for call in (
             lambda: a.isend(torch.ones(26), 1),
+            lambda: a.isend(torch.ones(1).expand(1 << 40), 1),
+            lambda: a.isend_tensor_dict({"x": [torch.ones(1).expand(1 << 40)]}, 1),
             lambda: a.isend_tensor_dict({"x": torch.ones(13), "y": torch.ones(13)}, 1),
             lambda: a.broadcast(torch.ones(26), 0),
         ):

@@ -32,7 +32,7 @@ def raw(tensor: Tensor) -> bytes:
 
 def travel(tensor: Tensor) -> Tensor:
     """To the other side by way of what really travels: an encoded description and bytes."""
-    sent = sendable(tensor, WHERE)
+    sent = sendable(tensor, WHERE, Limits())
     meta = msgspec.msgpack.decode(msgspec.msgpack.encode(meta_of(sent)), type=TensorMeta)
     meta.check(Limits(), WHERE)
     received = from_meta(meta, "cpu")
@@ -112,7 +112,7 @@ class Tagged(Tensor):
 def test_a_subclass_with_plain_memory_arrives_plain() -> None:
     plain = torch.arange(4.0)
     tagged = plain.as_subclass(Tagged)
-    sent = sendable(tagged, WHERE)
+    sent = sendable(tagged, WHERE, Limits())
     assert type(sent) is Tensor
     assert as_bytes(sent).data_ptr() == plain.data_ptr()
     assert meta_of(sent) == TensorMeta("float32", (4,), "cpu")
@@ -121,9 +121,9 @@ def test_a_subclass_with_plain_memory_arrives_plain() -> None:
 def test_nothing_is_copied_without_need() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     for tensor in (base, base[1:], base.detach().requires_grad_(), torch.nn.Parameter(base)):
-        sent = sendable(tensor, WHERE)
+        sent = sendable(tensor, WHERE, Limits())
         assert as_bytes(sent).data_ptr() == tensor.data_ptr()
-    assert sendable(base, WHERE) is base
+    assert sendable(base, WHERE, Limits()) is base
 
 
 def fake() -> Tensor:
@@ -168,7 +168,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize(("make", "cause"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_has_no_plain_memory_is_refused(make: Callable[[], Any], cause: str) -> None:
     with pytest.raises(CommError) as caught:
-        sendable(make(), WHERE)
+        sendable(make(), WHERE, Limits())
     assert caught.value.kind is ErrorKind.UNSUPPORTED
     assert caught.value.operation == WHERE
     assert cause in caught.value.cause
@@ -181,7 +181,7 @@ def test_what_has_no_plain_memory_is_refused(make: Callable[[], Any], cause: str
 def test_tensors_inside_a_transform_are_refused(transform: Any) -> None:
     def inside(tensor: Tensor) -> Tensor:
         with pytest.raises(CommError, match="no memory"):
-            sendable(tensor, WHERE)
+            sendable(tensor, WHERE, Limits())
         return tensor
 
     transform(inside)(torch.ones(2, 3))
@@ -225,10 +225,17 @@ def test_the_limit_is_inclusive() -> None:
         TensorMeta("float32", (4,), "cpu").check(limits, WHERE)
 
 
+def test_what_is_too_large_is_refused_before_it_is_copied() -> None:
+    with pytest.raises(CommError, match="exceed max_message_bytes = 16"):
+        sendable(torch.ones(1).expand(5), WHERE, Limits(max_message_bytes=16))
+    with pytest.raises(CommError, match=r"cannot make a tensor of torch\.float32 contiguous"):
+        sendable(torch.ones(1).expand(1 << 50), WHERE, Limits(max_message_bytes=1 << 60))
+
+
 def test_a_dtype_that_torch_cannot_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def contiguous(self: Tensor) -> Tensor:
         raise NotImplementedError('"copy_" not implemented for this dtype')
 
     monkeypatch.setattr(Tensor, "contiguous", contiguous)
     with pytest.raises(CommError, match=r"cannot make a tensor of torch\.float32 contiguous"):
-        sendable(torch.zeros(4, 4).t(), "isend")
+        sendable(torch.zeros(4, 4).t(), "isend", Limits())

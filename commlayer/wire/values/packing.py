@@ -196,7 +196,7 @@ def _put_tensor(packer: _Packer, value: Tensor, depth: int) -> None:
     index = packer.indices.get(id(value))
     if index is None:
         try:
-            tensor = sendable(value, packer.operation)
+            tensor = sendable(value, packer.operation, packer.limits)
         except CommError as error:
             raise _Refused(f"cannot be sent: {error.cause}", error.cure) from error
         index = packer.indices[id(value)] = len(packer.tensors)
