@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -56,6 +57,20 @@ def test_results_come_back_by_rank(ranks: Ranks) -> None:
 def test_an_exception_names_the_rank_and_shows_its_traceback(ranks: Ranks) -> None:
     with pytest.raises(RankFailure, match=r"rank 1 raised(.|\n)*ValueError: bad luck"):
         ranks.run(raise_on_rank_1, 2)
+
+
+def raise_one_after_another() -> None:
+    if here.rank() == 0:
+        here.hear()
+        raise KeyError("the cause, met later")
+    raise ValueError("bad luck")
+
+
+def test_a_failure_soon_after_the_first_is_reported_with_it(ranks: Ranks) -> None:
+    late, _ = processes = ranks.spawn(raise_one_after_another, 2)
+    threading.Timer(0.2, late.say, ["go on"]).start()
+    with pytest.raises(RankFailure, match=r"ValueError: bad luck(.|\n)*KeyError: 'the cause"):
+        collect(processes)
 
 
 def test_a_hang_names_the_rank_and_shows_its_stacks(ranks: Ranks) -> None:

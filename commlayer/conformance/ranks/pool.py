@@ -25,6 +25,8 @@ from commlayer.conformance.ranks.stopping import stopped
 from commlayer.ports import LOOPBACK
 
 _SERVER = "commlayer.conformance.ranks.forkserver"
+_AFTERMATH = 1.0
+"""Seconds in which ranks may fail after the first, and be reported with it."""
 
 
 class RankFailure(AssertionError):
@@ -345,19 +347,27 @@ class Ranks:
 
 
 def collect(processes: Sequence[Process], timeout: float = 30) -> list[Any]:
-    """The results of `processes`; the first that fails, in time, fails all."""
+    """The results of `processes`; the first that fails, in time, fails all.
+
+    Others that fail within a second of it are reported as well: the first may only have
+    met what went wrong on another.
+    """
     __tracebackhide__ = True
     deadline = time.monotonic() + timeout
     results: dict[int, Any] = {}
     failures: list[RankFailure] = []
     pending = list(processes)
-    while pending and not failures:
+    while pending:
         ready = select.select(pending, [], [], max(0.0, deadline - time.monotonic()))[0]
+        if failures and not ready:
+            break
         for process in ready or list(pending):
             pending.remove(process)
             try:
                 results[process.rank] = process.result(0)
             except RankFailure as failure:
+                if not failures:
+                    deadline = min(deadline, time.monotonic() + _AFTERMATH)
                 failures.append(failure)
     if failures:
         raise RankFailure("\n\n".join(map(str, failures)))
