@@ -111,7 +111,7 @@ class Communicator:
         """
         try:
             return self._session.channels[name]
-        except KeyError:
+        except (KeyError, TypeError):
             raise CommError(
                 ErrorKind.CONFIG,
                 f"channel {name!r}",
@@ -476,8 +476,8 @@ class Communicator:
         return str(tag)
 
     def _operation(self, kind: str, peer: int, direction: str, tag: str) -> Operation:
-        key = self._keys.get((peer, direction, tag))
-        if key is None or type(peer) is not int:
+        key = self._keys.get((peer, direction, tag)) if type(peer) is int else None
+        if key is None:
             key = self._key(kind, peer, direction, tag)
         return self._make(kind, key)
 
@@ -618,7 +618,10 @@ class Communicator:
         if at_most is None:
             return -1
         if isinstance(at_most, bool) or not isinstance(at_most, int) or at_most <= 0:
-            raise ValueError(f"at_most is a positive number of bytes, not {at_most!r}")
+            raise CommError(
+                ErrorKind.CONFIG, name, f"at_most is a positive number of bytes, not {at_most!r}",
+                "Pass the largest size that is ever sent, or None",
+            )  # fmt: skip
         owner = self._session.channels[self._broadcast_channel]
         if owner._at_most not in (-1, at_most):
             raise CommError(

@@ -84,6 +84,13 @@ def sliced(
     of the group's size, unless `replicated` says False of them.
     """
     parts = group.world_size
+    if not isinstance(replicated, Mapping | None):
+        raise CommError(
+            ErrorKind.CONFIG,
+            operation,
+            f"all_gather_tensors is a {type(replicated).__qualname__}",
+            "Pass a dict of names, with False for what is not the same on all ranks of the group",
+        )
     result = dict(tensors)
     for key, value in tensors.items():
         whole = (

@@ -233,6 +233,8 @@ def no_group() -> None:
     tp, pp, _ = stages()
     with pytest.raises(CommError, match="all_gather_group is a ProcessGroup"):
         pp.isend_tensor_dict({}, 1 - pp.rank, dist.group.WORLD)  # type: ignore[arg-type]
+    with pytest.raises(CommError, match="all_gather_tensors is a list"):
+        pp.isend_tensor_dict({}, 1 - pp.rank, tp, ["x"])  # type: ignore[arg-type]
     if pp.rank == 0:
         pp.send_tensor_dict({"x": torch.ones(2)}, 1, None, {"x": True})
     else:

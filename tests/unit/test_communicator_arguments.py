@@ -60,7 +60,7 @@ def pair(hub: Hub) -> Iterator[list[Communicator]]:
 
 
 @every_call
-@pytest.mark.parametrize("rank", [2, -1, True, False, 1.0, "1", None, 10**30])
+@pytest.mark.parametrize("rank", [2, -1, True, False, 1.0, "1", None, 10**30, [1]])
 def test_what_is_no_rank(call: Any, rank: Any, pair: list[Communicator]) -> None:
     with pytest.raises(CommError, match="is not a rank of this communicator") as caught:
         call(pair[0], rank)
@@ -84,10 +84,19 @@ def test_what_is_no_tag(tag: Any, pair: list[Communicator]) -> None:
         assert caught.value.kind is ErrorKind.CONFIG
 
 
-def test_an_unknown_channel_names_the_known_ones(pair: list[Communicator]) -> None:
-    with pytest.raises(CommError, match="channel 'side'") as caught:
-        pair[0].channel("side")
+@pytest.mark.parametrize("name", ["side", "", None, 1, ["data"]])
+def test_an_unknown_channel_names_the_known_ones(name: Any, pair: list[Communicator]) -> None:
+    with pytest.raises(CommError, match="was not named when the ranks connected") as caught:
+        pair[0].channel(name)
+    assert caught.value.operation == f"channel {name!r}"
     assert "broadcast, control, data, fold" in caught.value.cure
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.0, "8", [8]])
+def test_what_is_no_declared_size(size: Any, pair: list[Communicator]) -> None:
+    with pytest.raises(CommError, match="at_most is a positive number of bytes") as caught:
+        pair[0].broadcast(ONE, 0, at_most=size)
+    assert caught.value.kind is ErrorKind.CONFIG
 
 
 def nested() -> Any:
