@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from commlayer.communicator import Communicator
+from commlayer.observe.inquiry import Inquiry, _Courier
 from commlayer.sim import FailureKind, explore
 from commlayer.sim.transport import SimEndpoint
 from commlayer.tracking.ledger import Ledger
@@ -57,8 +58,16 @@ MUTANTS = {
         "core_bound", "gloo", {FailureKind.ERROR},
     ),
     "two threads post at once": (
-        SendLane, "_post_outbox", "if self._posting or not self._outbox:", "if not self._outbox:",
+        SendLane, "_enqueue", "mine = not self._posting", "mine = True",
         "core_two_threads_post", "gloo", {FailureKind.ERROR, FailureKind.DEADLOCK},
+    ),
+    "a question that waits is never asked": (
+        _Courier, "_left", "if message is not None:", "if False:",
+        "core_reports", "gloo", {FailureKind.ERROR},
+    ),
+    "an answer is to one question": (
+        Inquiry, "_heard", "number <= message.number", "number == message.number",
+        "core_reports", "gloo", {FailureKind.ERROR},
     ),
     "each work is waited twice": (
         SimEndpoint, "wait", "work.wait()", "work.wait(); work.wait()",

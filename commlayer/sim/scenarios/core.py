@@ -203,6 +203,22 @@ def core_two_waiters(rank: Rank, promises: Promises) -> None:
     waiter.join()
 
 
+@scenario(*BACKGROUND)
+@on_ranks(2, Promises)
+def core_reports(rank: Rank, promises: Promises) -> None:
+    """Three tasks of each rank ask what the other rank waits for; every one is answered."""
+    comm = promises.connect(rank)
+
+    def ask() -> None:
+        report = comm.report(timeout=100.0)
+        assert report.silent == (), f"no answer from {report.silent}"
+
+    others = [rank.spawn(ask, f"asker {number}") for number in (1, 2)]
+    ask()
+    for other in others:
+        other.join()
+
+
 @scenario(*TALKATIVE, case="C31")
 @on_ranks(2, Promises)
 def core_bound(rank: Rank, promises: Promises) -> None:
