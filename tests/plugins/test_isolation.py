@@ -25,7 +25,7 @@ def run(site):
             cwd=site.path,
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=280,
         )
         assert process.returncode == 0, process.stderr
         return process.stdout
