@@ -27,7 +27,7 @@ class _Question:
             self.complete.set()
 
 
-class _Courier:
+class _Mailbox:
     """Messages of one kind to one peer: one is on its way, and the newest of all others waits."""
 
     def __init__(self, connection: Connection, rank: int) -> None:
@@ -91,8 +91,8 @@ class Inquiry:
         self._numbers = itertools.count()
         self._lock = connection.runtime.lock()
         self._questions: dict[int, _Question] = {}
-        self._asks = {rank: _Courier(connection, rank) for rank in connection.peers}
-        self._answers = {rank: _Courier(connection, rank) for rank in connection.peers}
+        self._asks = {rank: _Mailbox(connection, rank) for rank in connection.peers}
+        self._answers = {rank: _Mailbox(connection, rank) for rank in connection.peers}
         connection.inquired = self._heard
 
     def ask(self, timeout: float, *, stalled: bool = False) -> dict[int, RankState]:
@@ -103,8 +103,8 @@ class Inquiry:
             number = next(self._numbers)
             self._questions[number] = question
         try:
-            for rank, courier in self._asks.items():
-                if not courier.send(Ask(number, stalled)):
+            for rank, mailbox in self._asks.items():
+                if not mailbox.send(Ask(number, stalled)):
                     question.close(rank)
             if question.open:
                 connection.progress.block(question.complete, timeout)

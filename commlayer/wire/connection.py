@@ -225,7 +225,7 @@ class Connection:
         if name == CONTROL_LANE:
             self.lose(peer.rank, error)
         else:
-            self.control(peer, LaneBroken(name, peer.receives[name].taken, str(error)))
+            self.post_control(peer, LaneBroken(name, peer.receives[name].taken, str(error)))
 
     def lose(self, rank: int, error: CommError) -> None:
         """Fail every operation with `rank`, pending and to come, and no other."""
@@ -246,12 +246,12 @@ class Connection:
         peer = self.peers[rank]
         if self.closed is not None or peer.error is not None:
             return False
-        operation = self.control(peer, message, left)
+        operation = self.post_control(peer, message, left)
         if operation is not None:
             self.progress.attend(operation)
         return operation is not None
 
-    def control(
+    def post_control(
         self, peer: Peer, message: Control, left: Callable[[], None] | None = None
     ) -> Operation | None:
         """Post `message` to `peer`'s library; ``None`` where that is not possible.

@@ -26,7 +26,6 @@ from commlayer.wire.frame import (
 from commlayer.wire.tensors import TensorMeta, as_bytes, is_plain, meta_of
 
 _MOST_LAYOUTS = 1024
-_INLINE = int(Placement.INLINE)
 
 
 class Layout:
@@ -104,13 +103,10 @@ class Layouts:
 
         With `reserved` the only tensor travels as the message of `at_most` bytes.
         """
-        if self._on_device is None:
-            key = (kind, at_most, reserved, *[(t.dtype, t.shape, t.device) for t in tensors])
-        else:
-            key = (
-                kind, at_most, reserved,
-                *[(t.dtype, t.shape, t.device, self._on_device(t)) for t in tensors],
-            )  # fmt: skip
+        key = (
+            kind, at_most, reserved,
+            *[(t.dtype, t.shape, t.device, self._is_on_device(t)) for t in tensors],
+        )  # fmt: skip
         found = self._layouts.get(key)
         if found is None:
             placements = bytes([Placement.RESERVED]) if reserved else self._place(tensors)
@@ -198,12 +194,11 @@ class Outgoing:
         self.device_payload: list[Tensor] = []
         self.reserved = reserved is not None
         self.nbytes = layout.header_bytes + layout.tensor_bytes + len(value)
-        places = layout.placements
-        self._inline = [t for t, place in zip(tensors, places, strict=True) if place == _INLINE]
-        if not layout.apart:
-            return
-        for tensor, place in zip(tensors, places, strict=True):
-            if place == Placement.MESSAGE:
+        self._inline: list[Tensor] = []
+        for tensor, place in zip(tensors, layout.placements, strict=True):
+            if place == Placement.INLINE:
+                self._inline.append(tensor)
+            elif place == Placement.MESSAGE:
                 self.payload.append(as_bytes(tensor))
             elif place == Placement.DEVICE:
                 self.device_payload.append(as_bytes(tensor))

@@ -58,7 +58,7 @@ class Parting:
             if name != CONTROL_LANE:
                 lane.fail(error, stuck=False, since=taken.get(name, 0))
         self._announced[peer.rank].update(pending)
-        connection.control(peer, ByeAck(self._open_receives(peer), pending))
+        connection.post_control(peer, ByeAck(self._open_receives(peer), pending))
 
     def _keep(self, peer: Peer, sent: Iterable[LaneName]) -> None:
         """Listen to lanes that hold messages nobody has asked for, unless this rank closes too."""
@@ -185,7 +185,7 @@ class Parting:
             for name, lane in sends
             if lane.posted and not lane.stuck and name not in (*pending, CONTROL_LANE)
         )
-        connection.control(peer, Bye(self._open_receives(peer), pending, sent))
+        connection.post_control(peer, Bye(self._open_receives(peer), pending, sent))
 
     def _lanes(self, silent: Iterable[int]) -> list[Driven]:
         return [

@@ -63,7 +63,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def test_ranks_have_environment_descriptors_and_number_of_the_job(ranks: Ranks) -> None:
-    assert ranks.run(what_was_given, 3, timeout=180) == [(n, 3, b"job %d" % n) for n in range(3)]
+    assert ranks.run(what_was_given, 3, timeout=60) == [(n, 3, b"job %d" % n) for n in range(3)]
 
 
 def test_exit_codes_and_deaths_are_those_of_the_ranks(ranks: Ranks) -> None:

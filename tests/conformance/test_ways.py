@@ -30,7 +30,7 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=100,
     )
 
 

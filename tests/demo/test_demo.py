@@ -34,7 +34,7 @@ def demo(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=100,
     )
 
 

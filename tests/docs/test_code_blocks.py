@@ -46,7 +46,7 @@ def test_blocks_of_one_process(page: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: f"{block.page}:{block.line}")
 def test_scripts_of_several_ranks(block: Block, ranks: Ranks) -> None:
-    printed = ranks.run(run_as_rank, block.ranks, block, timeout=180)
+    printed = ranks.run(run_as_rank, block.ranks, block, timeout=60)
     if block.prints is not None:
         assert "".join(sorted(printed)) == block.prints
 

@@ -28,7 +28,7 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
         [*launch, str(script)],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=100,
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
     )
     assert run.returncode == 0, run.stderr

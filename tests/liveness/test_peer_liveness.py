@@ -308,7 +308,7 @@ def connect_often() -> None:
 
 
 def test_closing_releases_every_descriptor(ranks: Ranks) -> None:
-    ranks.run(connect_often, 2, timeout=180)
+    ranks.run(connect_often, 2, timeout=60)
 
 
 def is_open(descriptor: int) -> bool:

@@ -42,7 +42,7 @@ def test_ranks_may_end_in_any_order(early: int, closing: str, tmp_path: Path) ->
         command(2, "-c", ENDING, str(early), str(tmp_path / "flag"), closing),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=60,
     )
     assert sorted(done.stdout.splitlines()) == ["rank 0 ends", "rank 1 ends"], done.stderr
     assert (done.returncode, done.stderr) == (0, "")

@@ -89,7 +89,7 @@ def differ(key: str, values: list[str]) -> tuple[int, list[Check]]:
 
 
 def test_ranks_that_agree_talk(ranks: Ranks) -> None:
-    results = ranks.run(differ, 3, "COMMLAYER_TRACE_DIR", [""] * 3, timeout=180)
+    results = ranks.run(differ, 3, "COMMLAYER_TRACE_DIR", [""] * 3, timeout=60)
     for rank, (own, checks) in enumerate(results):
         assert own == rank
         assert [c.name for c in checks] == ["ranks agree", "ranks talk"]

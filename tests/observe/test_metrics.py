@@ -144,7 +144,7 @@ connect_rank(Hub(1), 0, metrics=True)
         [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}{program}"],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=60,
     )
     assert "pip install 'commlayer[metrics]'" in said.stderr
     assert ErrorKind.UNSUPPORTED.value in said.stderr.lower() or "not installed" in said.stderr
@@ -191,7 +191,7 @@ def test_another_process_serves_the_files_of_the_multiprocess_mode(tmp_path: Pat
                     and served("commlayer_operations_in_flight", **received) == 1
                 )
             )
-            process.communicate("\n", timeout=180)
+            process.communicate("\n", timeout=60)
         finally:
             process.kill()
     assert process.returncode == 0
@@ -219,7 +219,7 @@ with connected(2, metrics=True) as (a, b):
         env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "missing")},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=60,
     )
     assert said.returncode == 0
     assert said.stderr.count("no figures in PROMETHEUS_MULTIPROC_DIR any more") == 1

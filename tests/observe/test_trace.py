@@ -74,7 +74,7 @@ def overlaps(trace: Trace) -> list[str]:
 def test_the_command_writes_both_files(traced: Path, tmp_path: Path) -> None:
     out = tmp_path / "made"
     command = [sys.executable, "-m", "commlayer.cli", "trace", str(traced), "--out", str(out)]
-    said = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=180)
+    said = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60)
     assert said.returncode == 0, said.stderr
     (result,) = json.loads(said.stdout)
     assert result["ranks"] == [0, 1]
@@ -83,13 +83,13 @@ def test_the_command_writes_both_files(traced: Path, tmp_path: Path) -> None:
     events = json.loads(Path(result["trace"]).read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
     assert "<!doctype html>" in Path(result["timeline"]).read_text()
-    plain = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    plain = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "2 of 2 ranks, 20 operations, 10 messages" in plain.stdout
 
 
 def test_the_command_says_what_is_missing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "commlayer.cli", "trace", str(tmp_path)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert said.returncode == 1
     assert "no dump of a rank" in said.stderr
     assert "trace_dir" in said.stderr

@@ -18,7 +18,7 @@ def mypy(program: Path) -> subprocess.CompletedProcess[str]:
         cwd=program.parent,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=110,
         env=environment,
     )
 

@@ -25,7 +25,7 @@ def run(site):
             cwd=site.path,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=100,
         )
         assert process.returncode == 0, process.stderr
         return process.stdout

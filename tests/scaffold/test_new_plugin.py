@@ -39,7 +39,7 @@ def run(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """
     environment = tmp_path_factory.mktemp("environment")
     subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=180
+        [sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=60
     )
     python = environment / "bin" / "python"
     packages = Path(
@@ -58,7 +58,7 @@ def run(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
             env=os.environ | {"COLUMNS": "200"},
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=110,
         )
 
     return run
@@ -70,7 +70,7 @@ def install(repository: Path, packages: Path) -> None:
     wheels.mkdir()
     build = f"from hatchling.build import build_wheel; build_wheel({str(wheels)!r})"
     built = subprocess.run(
-        [sys.executable, "-c", build], cwd=repository, capture_output=True, text=True, timeout=180
+        [sys.executable, "-c", build], cwd=repository, capture_output=True, text=True, timeout=60
     )
     assert built.returncode == 0, built.stderr
     (wheel,) = wheels.glob("*.whl")

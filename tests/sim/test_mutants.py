@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from commlayer.communicator import Communicator
-from commlayer.observe.inquiry import Inquiry, _Courier
+from commlayer.observe.inquiry import Inquiry, _Mailbox
 from commlayer.sim import FailureKind, explore
 from commlayer.sim.transport import SimEndpoint
 from commlayer.tracking.ledger import Ledger
@@ -62,7 +62,7 @@ MUTANTS = {
         "core_two_threads_post", "gloo", {FailureKind.ERROR, FailureKind.DEADLOCK},
     ),
     "a question that waits is never asked": (
-        _Courier, "_left", "if message is not None:", "if False:",
+        _Mailbox, "_left", "if message is not None:", "if False:",
         "core_reports", "gloo", {FailureKind.ERROR},
     ),
     "an answer is to one question": (

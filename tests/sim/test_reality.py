@@ -25,7 +25,7 @@ def run(*commands: list[str], folder: Path) -> Observed:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     processes = [subprocess.Popen(command, env=environment) for command in commands]
     try:
-        codes = [process.wait(timeout=280) for process in processes]
+        codes = [process.wait(timeout=100) for process in processes]
     finally:
         for process in processes:
             process.kill()

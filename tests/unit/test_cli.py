@@ -77,7 +77,7 @@ def test_help_loads_nothing_slow():
         "finally: print({'torch', 'numpy'} & (set(sys.modules) - before), file=sys.stderr)"
     )
     process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=280
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100
     )
     assert process.returncode == 0
     assert process.stderr.strip() == "set()"

@@ -231,7 +231,7 @@ class Gathering:
 
 
 def test_parts_are_gathered_late_each_under_its_own_key(ranks: Ranks) -> None:
-    ranks.run(gathers_parts, 4, timeout=180)
+    ranks.run(gathers_parts, 4, timeout=60)
 
 
 # Sending
@@ -410,12 +410,12 @@ def test_memory_is_flat_over_5000_steps(
     ranks: Ranks, waits: bool, record_property: Callable[[str, object], None]
 ) -> None:
     sent = 2 * ROWS * 8 * 4 * (STEPS - 500)
-    retained, growth = ranks.run(many_steps, 2, None, waits, timeout=280)[0]
+    retained, growth = ranks.run(many_steps, 2, None, waits, timeout=110)[0]
     record_property("stock", (retained, growth))
     if not waits:
         assert retained == STEPS, "the stock group keeps every send that nobody waits for"
         assert growth > sent // 2
-    results = ranks.run(many_steps, 2, {}, waits, timeout=280)
+    results = ranks.run(many_steps, 2, {}, waits, timeout=110)
     record_property("commlayer", results)
     for retained, growth in results:
         assert retained == 0

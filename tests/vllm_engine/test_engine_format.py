@@ -101,7 +101,7 @@ def parts(with_plugin: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("with_plugin", [(0, 1), (2, 3)], ids=["senders", "receivers"])
 def test_parts_too(ranks: Ranks, with_plugin: tuple[int, ...]) -> None:
-    ranks.run(parts, 4, with_plugin, timeout=180)
+    ranks.run(parts, 4, with_plugin, timeout=60)
 
 
 def order_of_sends() -> None:

@@ -72,4 +72,4 @@ def with_figures(folder: str) -> None:
 
 
 def test_the_engines_registry_has_the_figures_of_all_workers(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(with_figures, 2, str(tmp_path), timeout=180)
+    ranks.run(with_figures, 2, str(tmp_path), timeout=60)

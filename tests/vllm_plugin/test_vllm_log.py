@@ -98,7 +98,7 @@ def a_stage_that_does_not_send() -> list[str]:
 
 
 def test_a_stall_is_reported_in_the_engines_log(ranks: Ranks) -> None:
-    _, seen = ranks.run(a_stage_that_does_not_send, 2, timeout=180)
+    _, seen = ranks.run(a_stage_that_does_not_send, 2, timeout=60)
     (report, *_) = [text for text in seen if "commlayer report" in text]
     assert "rank 1 of 2): something has not moved for" in report
     assert "irecv_tensor_dict from rank 0" in report
