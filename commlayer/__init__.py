@@ -6,15 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from commlayer.bootstrap.connector import connect
     from commlayer.communicator import Communicator
     from commlayer.config import CommConfig
-    from commlayer.connector import connect
     from commlayer.errors import CommError, CommTimeout, ErrorKind
     from commlayer.handle import Handle
-    from commlayer.hookspecs import hookimpl
+    from commlayer.hooks import hookimpl
+    from commlayer.progress.reaping import ReapingPolicy
+    from commlayer.progress.retention import RetentionPolicy
     from commlayer.semantics import Semantics
-    from commlayer.tracking.reaping import ReapingPolicy
-    from commlayer.tracking.retention import RetentionPolicy
     from commlayer.wire.values import register
 
 __all__ = [
@@ -39,11 +39,11 @@ _MODULES = {
     "Communicator": "commlayer.communicator",
     "ErrorKind": "commlayer.errors",
     "Handle": "commlayer.handle",
-    "ReapingPolicy": "commlayer.tracking.reaping",
-    "RetentionPolicy": "commlayer.tracking.retention",
+    "ReapingPolicy": "commlayer.progress.reaping",
+    "RetentionPolicy": "commlayer.progress.retention",
     "Semantics": "commlayer.semantics",
-    "connect": "commlayer.connector",
-    "hookimpl": "commlayer.hookspecs",
+    "connect": "commlayer.bootstrap.connector",
+    "hookimpl": "commlayer.hooks",
     "register": "commlayer.wire.values",
 }
 

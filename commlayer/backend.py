@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PLUGIN_API = 1
-"""The version of the interface in this module, `commlayer.semantics` and `commlayer.hookspecs`."""
+"""The version of the interface in this module, `commlayer.semantics` and `commlayer.hooks`."""
 
 
 class Store(Protocol):

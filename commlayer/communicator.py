@@ -17,19 +17,19 @@ from commlayer.handle import (
     Handle,
     OperationHandle,
     StreamHandle,
-    checked_timeout,
 )
+from commlayer.lanes.claims import MessageClaim
+from commlayer.lanes.encode import check_dict
 from commlayer.observe.report import Report
-from commlayer.receive import MessageClaim
+from commlayer.progress.deadline import checked_timeout
+from commlayer.progress.ledger import Ledger
+from commlayer.progress.lifetime import Fingerprint
+from commlayer.progress.operation import LaneKey, Operation, calling_site
 from commlayer.semantics import Semantics
-from commlayer.send import check_dict
 from commlayer.session import Session
 from commlayer.slices import Exchange, GatherHandle, WholeDictClaim, check_replicated, sliced
-from commlayer.tracking.ledger import Ledger
-from commlayer.tracking.lifetime import Fingerprint
-from commlayer.tracking.operation import LaneKey, Operation, calling_site
 from commlayer.wire.frame import Kind
-from commlayer.wire.outgoing import Outgoing
+from commlayer.wire.message import Outgoing
 from commlayer.wire.tags import BROADCAST, MAX_TAG, OBJECTS, SLICES
 
 
@@ -54,13 +54,16 @@ class Communicator:
     bound, UNSUPPORTED for what cannot be sent, before anything leaves the rank.
     """
 
-    def __init__(self, session: Session, channel: str) -> None:
+    def __init__(
+        self, session: Session, channel: str, channels: Mapping[str, Communicator]
+    ) -> None:
         self._session = session
         self._connection = session.connection
         self._channel = channel
+        self._channels = channels
+        # The default channel leaves its own lanes to sends: a broadcast never waits behind one.
         self._broadcast_channel = "broadcast" if channel == "data" else channel
-        self._step = 0
-        self._at_most = -1
+        self._broadcasts = session.broadcasts[self._broadcast_channel]
         self._keys: dict[tuple[int, str, str], LaneKey] = {}
         config = session.config
         self._sites = config.record_sites or config.check_lifetime
@@ -110,14 +113,13 @@ class Communicator:
         Closing or draining any of them does so for all.
         """
         try:
-            return self._session.channels[name]
+            return self._channels[name]
         except (KeyError, TypeError):
             raise CommError(
                 ErrorKind.CONFIG,
                 f"channel {name!r}",
                 "it was not named when the ranks connected",
-                f"Add it to `channels` in the configuration; known: "
-                f"{', '.join(self._session.channels)}",
+                f"Add it to `channels` in the configuration; known: {', '.join(self._channels)}",
             ) from None
 
     # Tensors
@@ -601,16 +603,15 @@ class Communicator:
                 self._make(name, LaneKey(channel, peer, "send", BROADCAST))
                 for peer in self._connection.peers
             ]
-            owner = self._session.channels[channel]
-            sends = self._fan_out(operations, contents(operations[0], owner._step, size))
+            outgoing = contents(operations[0], self._broadcasts.step, size)
+            sends = self._fan_out(operations, outgoing)
             handle = CompositeHandle(sends, now, lambda: value)
         else:
             operation = self._make(name, LaneKey(channel, src, "recv", BROADCAST))
             into = target(operation)
-            owner = self._session.channels[channel]
-            operation.step = owner._step
-            handle = self._receive(operation, self._claim(operation, kind, owner._step, into, size))
-            owner._step += 1
+            step = operation.step = self._broadcasts.step
+            handle = self._receive(operation, self._claim(operation, kind, step, into, size))
+            self._broadcasts.step += 1
         return handle if async_op else handle.result()
 
     def _declared(self, name: str, at_most: int | None) -> int:
@@ -622,32 +623,31 @@ class Communicator:
                 ErrorKind.CONFIG, name, f"at_most is a positive number of bytes, not {at_most!r}",
                 "Pass the largest size that is ever sent, or None",
             )  # fmt: skip
-        owner = self._session.channels[self._broadcast_channel]
-        if owner._at_most not in (-1, at_most):
+        declared = self._broadcasts
+        if declared.at_most not in (-1, at_most):
             raise CommError(
                 ErrorKind.CONFIG,
                 name,
-                f"at_most = {at_most} differs from the {owner._at_most} that channel "
+                f"at_most = {at_most} differs from the {declared.at_most} that channel "
                 f"{self._broadcast_channel!r} began with",
                 "Pass the same in all calls on a channel, or use another channel",
             )
-        owner._at_most = at_most
+        declared.at_most = at_most
         return at_most
 
     def _fan_out(self, operations: Sequence[Operation], outgoing: Outgoing) -> list[Handle]:
         """Post one message to every peer; a peer that is lost fails its own handle only."""
-        owner = self._session.channels[self._broadcast_channel]
         admitted: list[Operation] = []
         try:
             for operation in operations:
-                operation.step = owner._step
+                operation.step = self._broadcasts.step
                 self._admit(operation, outgoing)
                 admitted.append(operation)
         except CommError:
             for operation in admitted:
                 self.ledger.remove(operation)
             raise
-        owner._step += 1
+        self._broadcasts.step += 1
         for operation in operations:
             key = operation.lane
             try:

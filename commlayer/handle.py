@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
+from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.streams.side import DeviceSide
-from commlayer.tracking.ledger import Ledger
-from commlayer.tracking.operation import Operation
-from commlayer.tracking.progress import ProgressEngine
-from commlayer.tracking.runtime import Runtime
+from commlayer.progress.deadline import checked_timeout
+from commlayer.progress.engine import ProgressEngine
+from commlayer.progress.ledger import Ledger
+from commlayer.progress.operation import Operation
+from commlayer.progress.runtime import Runtime
 
 
 class Handle(Protocol):
@@ -51,17 +51,6 @@ class Handle(Protocol):
     def result(self, timeout: float | None = None) -> Any:
         """Wait, then return what a receive yields (``None`` for a send)."""
         ...
-
-
-def checked_timeout(timeout: float | None) -> float | None:
-    """`timeout` in seconds; raises `ValueError` for a negative number, NaN or no number."""
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise ValueError(f"timeout must be a number of seconds or None, not {timeout!r}")
-    if timeout < 0 or timeout != timeout:
-        raise ValueError(f"timeout must not be negative or NaN, got {timeout!r}")
-    return float(timeout) if timeout < threading.TIMEOUT_MAX else None
 
 
 class OperationHandle:

@@ -22,7 +22,7 @@ import pluggy
 
 from commlayer.backend import PLUGIN_API, Backend, Viability
 from commlayer.errors import CommError, ErrorKind
-from commlayer.hookspecs import PROJECT, Hooks
+from commlayer.hooks import PROJECT, Hooks
 from commlayer.semantics import Semantics
 
 if TYPE_CHECKING:
@@ -162,9 +162,12 @@ class Registry:
         with self._lock:
             self._engines = [known for known in self._engines if known is not engine]
 
-    def hooks(self, selected: LoadedBackend | None = None) -> HookRelay:
-        """The hooks of all registered engines and of the `selected` plugin."""
-        manager = _manager()
+    def hooks(self, selected: LoadedBackend | None = None, *specifications: type) -> HookRelay:
+        """The hooks of all registered engines and of the `selected` plugin.
+
+        `specifications` are classes of further hooks, which a tool adds to the library's.
+        """
+        manager = _manager(*specifications)
         if selected is not None and selected.plugin is not None:
             manager.register(selected.plugin)
         with self._lock:
@@ -284,10 +287,11 @@ def default_registry() -> Registry:
     return Registry()
 
 
-def _manager() -> pluggy.PluginManager:
+def _manager(*specifications: type) -> pluggy.PluginManager:
     """A fresh plugin manager that knows the hook specifications."""
     manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(Hooks)
+    for specification in (Hooks, *specifications):
+        manager.add_hookspecs(specification)
     return manager
 
 
@@ -337,7 +341,7 @@ def _load_plugin(claim: _Claim, point: EntryPoint) -> LoadedBackend:
     if not manager.hook.commlayer_backend.get_hookimpls():
         raise claim.refuse(
             f"{where} has no hook implementation commlayer_backend()",
-            f"Mark it with @commlayer.hookspecs.hookimpl, or uninstall {claim.distribution}",
+            f"Mark it with @commlayer.hookimpl, or uninstall {claim.distribution}",
         )
     try:
         answers = manager.hook.commlayer_backend()

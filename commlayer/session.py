@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from commlayer.config import CommConfig
-from commlayer.handle import checked_timeout
-from commlayer.memory import Memory
+from commlayer.device.foreign import Tracker
+from commlayer.device.reach import Memory
+from commlayer.device.side_stream import SideStreams
+from commlayer.lanes.connection import Connection
+from commlayer.lanes.encode import Encoder
 from commlayer.observe.observation import Observation
+from commlayer.progress.deadline import checked_timeout
+from commlayer.progress.retention import DeviceHold, RetentionPolicy
 from commlayer.semantics import Semantics
-from commlayer.send import Encoder
-from commlayer.streams.side_stream import SideStreams
-from commlayer.streams.track import Tracker
-from commlayer.tracking.retention import DeviceHold, RetentionPolicy
-from commlayer.wire.connection import Connection
 from commlayer.wire.tensors import Limits
 
-if TYPE_CHECKING:
-    from commlayer.communicator import Communicator
+
+@dataclass
+class BroadcastState:
+    """The broadcasts of one channel: how many there were, and the size declared for them.
+
+    `at_most` is in bytes; -1 where none was declared.
+    """
+
+    step: int = 0
+    at_most: int = -1
 
 
 class Session:
@@ -41,7 +49,7 @@ class Session:
         self.config = config
         self.device_hold = getattr(retention, "device_hold", DeviceHold.COMPLETION)
         self.release = release
-        self.channels: dict[str, Communicator] = {}
+        self.broadcasts = {name: BroadcastState() for name in connection.tags.channels}
         self.observation: Observation
         device = connection.device
         self.memory = Memory(backend, semantics, host_devices, device)
@@ -75,4 +83,4 @@ class Session:
 
     def steps(self) -> dict[str, int]:
         """How many broadcasts each channel has had."""
-        return {name: channel._step for name, channel in self.channels.items()}
+        return {name: state.step for name, state in self.broadcasts.items()}

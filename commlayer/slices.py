@@ -19,19 +19,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from commlayer.device.device import DeviceEvent, DeviceRuntime
 from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.handle import Handle, checked_timeout
-from commlayer.receive import MessageClaim
-from commlayer.streams.device import DeviceEvent, DeviceRuntime
-from commlayer.tracking.storage import bytes_of
+from commlayer.handle import Handle
+from commlayer.lanes.claims import MessageClaim
+from commlayer.lanes.receiving import Incoming
+from commlayer.progress.deadline import checked_timeout
 from commlayer.wire.frame import Kind, protocol_error
-from commlayer.wire.recv_lane import Incoming
+from commlayer.wire.storage import bytes_of
 from commlayer.wire.tensors import Limits, as_bytes, sendable
 from commlayer.wire.values import register
 
 if TYPE_CHECKING:
-    from commlayer.tracking.operation import Operation
-    from commlayer.tracking.runtime import Runtime
+    from commlayer.progress.operation import Operation
+    from commlayer.progress.runtime import Runtime
 
 _WHOLE = Limits(max_message_bytes=sys.maxsize)
 """For tensors of which only a part is sent."""

@@ -55,18 +55,18 @@ _NOT_CONSTRUCTED = {
     "commlayer.CommConfig",  # its keys have a page of their own
     "commlayer.Communicator",
     "commlayer.Semantics",  # its facts have a page of their own
-    "commlayer.conformance.Bench",
-    "commlayer.conformance.Subject",
+    "commlayer_testkit.conformance.Bench",
+    "commlayer_testkit.conformance.Subject",
     "commlayer.observe.report.Finding",
     "commlayer.observe.report.Report",
-    "commlayer.sim.Failure",
-    "commlayer.sim.Rank",
-    "commlayer.sim.Report",
-    "commlayer.sim.Run",
-    "commlayer.sim.World",
-    "commlayer.tracking.ledger.Ledger",
-    "commlayer.tracking.ledger.OperationView",
-    "commlayer.tracking.ledger.Snapshot",
+    "commlayer_testkit.sim.Failure",
+    "commlayer_testkit.sim.Rank",
+    "commlayer_testkit.sim.Report",
+    "commlayer_testkit.sim.Run",
+    "commlayer_testkit.sim.World",
+    "commlayer.progress.ledger.Ledger",
+    "commlayer.progress.ledger.OperationView",
+    "commlayer.progress.ledger.Snapshot",
 }
 """Classes whose constructor is not part of the interface."""
 

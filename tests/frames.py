@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from commlayer.wire.frame import LOOSE, Kind
-from commlayer.wire.outgoing import Layouts, Outgoing
+from commlayer.wire.message import Layouts, Outgoing
 from commlayer.wire.tensors import Limits
 from commlayer.wire.values import pack
 

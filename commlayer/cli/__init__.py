@@ -1,20 +1,36 @@
 """The command ``commlayer``.
 
-One module per command.  A module of this package whose name has no leading
-underscore and that defines ``register(app: typer.Typer)`` adds its command;
-there is no list to keep.  Commands import what is slow inside their function,
-so that ``commlayer --help`` stays quick.
+One module per command, with a function ``register(app: typer.Typer)`` that adds it.
+The library's own are the modules of this package that have one; other distributions
+name theirs in the entry-point group ``commlayer.commands``.  Commands import what is
+slow inside their function, so that ``commlayer --help`` stays quick.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import pkgutil
 import sys
+from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import typer
+
+GROUP = "commlayer.commands"
+"""Entry-point group of the commands of other distributions: command name to module."""
+
+_ELSEWHERE = {
+    "bench": "commlayer-bench",
+    "conformance": "commlayer-testkit",
+    "demo": "commlayer-demo",
+    "new-plugin": "commlayer-testkit",
+    "probe": "commlayer-testkit",
+    "sim": "commlayer-testkit",
+}
+"""Commands of this project that are not in this distribution, and where they are."""
 
 
 def main() -> None:
@@ -44,7 +60,7 @@ def main() -> None:
 
 
 def build() -> typer.Typer:
-    """The application with the commands of all modules of this package."""
+    """The application with the library's own commands and those of other distributions."""
     import typer
 
     app = typer.Typer(
@@ -63,14 +79,59 @@ def build() -> typer.Typer:
     ) -> None:
         pass
 
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
-        if not module.name.startswith("_"):
-            register = getattr(
-                importlib.import_module(f"{__name__}.{module.name}"), "register", None
-            )
-            if register is not None:
-                register(app)
+    for module in pkgutil.iter_modules(__path__):
+        _register(app, importlib.import_module(f"{__name__}.{module.name}"))
+    installed = set()
+    for name, found in _installed():
+        installed.add(name)
+        _register(app, found)
+    for name in sorted(_ELSEWHERE.keys() - installed):
+        _add_missing(app, name, _ELSEWHERE[name])
+    app.registered_commands.sort(key=_name_of)
     return app
+
+
+def _register(app: typer.Typer, module: ModuleType) -> None:
+    register = getattr(module, "register", None)
+    if register is not None:
+        register(app)
+
+
+def _installed() -> Iterator[tuple[str, ModuleType]]:
+    """The command modules of other distributions.  A broken one disturbs no other command."""
+    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: p.name):
+        try:
+            yield point.name, point.load()
+        except Exception as error:
+            origin = point.dist.name if point.dist is not None else point.value
+            print(
+                f"commlayer: command {point.name!r} of {origin} cannot be loaded: "
+                f"{type(error).__name__}: {error}",
+                file=sys.stderr,
+            )
+
+
+def _add_missing(app: typer.Typer, name: str, distribution: str) -> None:
+    """A command that says what to install."""
+    import typer
+
+    @app.command(
+        name,
+        help=f"Not installed: pip install {distribution}",
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+        add_help_option=False,
+    )
+    def _missing() -> None:
+        typer.echo(
+            f"commlayer: {name!r} is not installed. Install it with: pip install {distribution}",
+            err=True,
+        )
+        raise typer.Exit(2)
+
+
+def _name_of(command: typer.models.CommandInfo) -> str:
+    callback = command.callback
+    return command.name or (callback.__name__ if callback is not None else "")
 
 
 def _version(asked: bool) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from commlayer.cli._facts import fact_line, fact_value, remark
-from commlayer.cli._output import JSON, plain, print_json
+from commlayer.cli.facts import fact_line, fact_value, remark
+from commlayer.cli.output import JSON, plain, print_json
 
 if TYPE_CHECKING:
     from commlayer.registry import LoadedBackend

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from commlayer.cli._output import JSON, print_json
+from commlayer.cli.output import JSON, print_json
 
 if TYPE_CHECKING:
     from commlayer.doctor.checks import Check, Diagnosis

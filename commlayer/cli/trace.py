@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from commlayer.cli._output import JSON, print_json
+from commlayer.cli.output import JSON, print_json
 
 
 def register(app: typer.Typer) -> None:

@@ -12,14 +12,14 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
+from commlayer.bootstrap.rendezvous import wait_for_all, world_of_job
 from commlayer.config import CommConfig
 from commlayer.doctor import selftest
 from commlayer.doctor.checks import Check, Status
 from commlayer.doctor.machine import installed
 from commlayer.errors import CommError
+from commlayer.progress.runtime import ThreadRuntime
 from commlayer.registry import Registry
-from commlayer.rendezvous import wait_for_all, world_of_job
-from commlayer.tracking.runtime import ThreadRuntime
 from commlayer.wire.frame import WIRE_VERSION
 
 

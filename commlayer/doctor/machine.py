@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from commlayer.backend import PLUGIN_API
 from commlayer.config import ENVIRONMENT_PREFIX, CommConfig
+from commlayer.device.backend import StreamBackend
 from commlayer.doctor.checks import Check, Status
 from commlayer.errors import CommError
 from commlayer.registry import Entry, Registry
-from commlayer.streams.backend import StreamBackend
 from commlayer.wire.frame import WIRE_VERSION
 
 _EXTRAS = {"cli": "typer", "sim": "greenlet", "metrics": "prometheus-client"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,11 +19,11 @@ from commlayer.backend import Backend
 from commlayer.communicator import Communicator
 from commlayer.doctor.checks import Check
 from commlayer.errors import CommError
-from commlayer.ports import LOOPBACK, free_port
 
 SECONDS = 2.0
 """About how long the ranks talk."""
 _LIMIT = 90.0
+_LOOPBACK = "127.0.0.1"
 _LARGE = 4 << 20
 
 
@@ -56,19 +57,26 @@ def _play(backend: Backend, seconds: float) -> Figures:
     environment = {key: value for key, value in os.environ.items() if key not in _OF_A_JOB}
     if launcher:
         return _result([[*launcher, *command]], [environment])
-    port = free_port()
+    port = _free_port()
     environments = [
         {
             **environment,
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
-            "MASTER_ADDR": LOOPBACK,
+            "MASTER_ADDR": _LOOPBACK,
             "MASTER_PORT": str(port),
         }
         for rank in range(2)
     ]
     return _result([command, command], environments)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 _OF_A_JOB = (

@@ -12,7 +12,7 @@ from typing import Protocol
 from commlayer.errors import CommError, ErrorKind, connection_with
 from commlayer.liveness import sockets
 from commlayer.liveness.meeting import Link
-from commlayer.tracking.runtime import Runtime, Task
+from commlayer.progress.runtime import Runtime, Task
 
 logger = logging.getLogger("commlayer")
 

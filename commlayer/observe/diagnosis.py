@@ -18,7 +18,7 @@ from commlayer.observe.report import (
     printable,
     seconds,
 )
-from commlayer.wire.pending import LaneState, PendingOperation, RankState
+from commlayer.wire.rank_state import LaneState, PendingOperation, RankState
 from commlayer.wire.tags import BROADCAST
 
 _ORDER = list(Case)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from commlayer.observe.report import Report
-from commlayer.tracking.operation import Operation
+from commlayer.progress.operation import Operation
 
 logger = logging.getLogger("commlayer")
 

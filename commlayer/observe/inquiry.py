@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 
+from commlayer.lanes.connection import Connection
 from commlayer.observe.survey import Survey
-from commlayer.tracking.runtime import Event
-from commlayer.wire.connection import Connection
+from commlayer.progress.runtime import Event
 from commlayer.wire.control import Answer, Ask
 from commlayer.wire.frame import protocol_error
-from commlayer.wire.pending import RankState
+from commlayer.wire.rank_state import RankState
 
 
 class _Question:

@@ -17,11 +17,11 @@ from itertools import accumulate
 from typing import Any
 
 from commlayer.errors import CommError, ErrorKind
+from commlayer.lanes.connection import Connection
 from commlayer.observe.multiprocess import Files
 from commlayer.observe.spans import Span
-from commlayer.tracking.ledger import OperationView
-from commlayer.tracking.operation import LaneKey, Operation
-from commlayer.wire.connection import Connection
+from commlayer.progress.ledger import OperationView
+from commlayer.progress.operation import LaneKey, Operation
 
 logger = logging.getLogger("commlayer")
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
+from commlayer.lanes.connection import Connection
 from commlayer.observe.diagnosis import diagnose
 from commlayer.observe.events import EventObserver, StallEvent
 from commlayer.observe.inquiry import Inquiry
@@ -19,8 +20,7 @@ from commlayer.observe.signals import SignalHook
 from commlayer.observe.spans import FanOut, Sink, Spans
 from commlayer.observe.stall import Monitor, StallWatch
 from commlayer.observe.survey import Survey
-from commlayer.tracking.ledger import Observer
-from commlayer.wire.connection import Connection
+from commlayer.progress.ledger import Observer
 
 if TYPE_CHECKING:
     from commlayer.observe.metrics import Metrics

@@ -14,7 +14,7 @@ import msgspec
 
 from commlayer.errors import CommError, ErrorKind
 from commlayer.observe.spans import Span
-from commlayer.tracking.operation import Operation
+from commlayer.progress.operation import Operation
 
 SCHEMA = 1
 """Version of the files; a reader refuses others."""

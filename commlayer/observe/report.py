@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from commlayer.wire.pending import PendingOperation, RankState
+from commlayer.wire.rank_state import PendingOperation, RankState
 
 SHOWN_OPERATIONS = 5
 """How many operations of a rank, or of a finding, are printed; all are in the report."""

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from commlayer.tracking.ledger import Observer
-from commlayer.tracking.operation import LaneKey, Operation
+from commlayer.progress.ledger import Observer
+from commlayer.progress.operation import LaneKey, Operation
 
 logger = logging.getLogger("commlayer")
 

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Hashable
 
 from commlayer.errors import CommError, ErrorKind
-from commlayer.tracking.runtime import Runtime, Task
-from commlayer.wire.pending import RankState
+from commlayer.progress.runtime import Runtime, Task
+from commlayer.wire.rank_state import RankState
 from commlayer.wire.tags import BROADCAST
 
 logger = logging.getLogger("commlayer")

@@ -10,9 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import FrameType
 
-from commlayer.tracking.operation import LaneKey, Operation
-from commlayer.wire.connection import Connection
-from commlayer.wire.pending import (
+from commlayer.lanes.connection import Connection
+from commlayer.lanes.receiving import RecvLane
+from commlayer.lanes.sending import SendLane
+from commlayer.progress.operation import LaneKey, Operation
+from commlayer.wire.rank_state import (
     MAX_CHANNELS,
     MAX_LANES,
     MAX_NAME,
@@ -24,8 +26,6 @@ from commlayer.wire.pending import (
     RankState,
     ThreadState,
 )
-from commlayer.wire.recv_lane import RecvLane
-from commlayer.wire.send_lane import SendLane
 from commlayer.wire.tags import CONTROL_LANE
 
 

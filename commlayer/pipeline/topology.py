@@ -117,7 +117,7 @@ def channel_of_sweep(v: int) -> str:
     the order in which its ranks run first calls and continuations.  Where a
     communicator runs one operation at a time, each direction of a channel must
     have its own besides: a receive of one batch otherwise holds up the send of
-    another (`commlayer.pipeline.schedule` finds it with four ranks).
+    another (`commlayer_testkit.schedule.check` finds it with four ranks).
     """
     return ("data", "fold")[v] if v < 2 else f"fold{v}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from commlayer.wire.frame import protocol_error
-from commlayer.wire.pending import RankState
+from commlayer.wire.rank_state import RankState
 
 LaneName = tuple[str, str]
 """Channel and tag of a lane; its direction follows from who names it."""

@@ -32,7 +32,7 @@ from commlayer.wire.frame import (
     Prefix,
     protocol_error,
 )
-from commlayer.wire.outgoing import Layout
+from commlayer.wire.message import Layout
 from commlayer.wire.tensors import DTYPES
 from commlayer.wire.values import Parsed
 

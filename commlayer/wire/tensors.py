@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from commlayer.errors import CommError, ErrorKind
-from commlayer.tracking.storage import has_memory
+from commlayer.wire.storage import has_memory
 
 if TYPE_CHECKING:
     from commlayer.config import CommConfig

@@ -165,7 +165,7 @@ def _attribute_docs(cls: type) -> dict[str, str]:
 
 def hooks() -> str:
     """Every hook with its signature and contract."""
-    from commlayer.hookspecs import Hooks
+    from commlayer.hooks import Hooks
 
     lines = []
     for hook, function in vars(Hooks).items():

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from commlayer.conformance import Bench, Level, Outcome, Subject, all_rules, judge
-from commlayer.conformance.report import Certificate, certify, decode
+from commlayer_testkit.conformance import Bench, Level, Outcome, Subject, all_rules, judge
+from commlayer_testkit.conformance.report import Certificate, certify, decode
 
 HERE = Path(__file__).parent
 LEVELS = {

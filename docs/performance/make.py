@@ -11,13 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from commlayer_bench.compare import Lookup, Ratio
+from commlayer_bench.records import Machine, Results, decode
+from commlayer_bench.tables import Cell, Table, tables
+from commlayer_bench.workloads import WORKLOADS
+from commlayer_bench.workloads.observing import OFF, ON
 from msgspec.structs import replace
-
-from commlayer.bench.compare import Lookup, Ratio
-from commlayer.bench.records import Machine, Results, decode
-from commlayer.bench.tables import Cell, Table, tables
-from commlayer.bench.workloads import WORKLOADS
-from commlayer.bench.workloads.observing import OFF, ON
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "performance.md"

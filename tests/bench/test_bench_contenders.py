@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-
-from commlayer.bench.contender import Unavailable
-from commlayer.bench.contenders import CONTENDERS
+from commlayer_bench.contender import Unavailable
+from commlayer_bench.contenders import CONTENDERS
 
 OPTIONAL = {"mpi4py": "mpi", "vllm": "vllm"}
 

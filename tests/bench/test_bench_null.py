@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from commlayer_bench.null import connected
 
-from commlayer.bench.null import connected
 from commlayer.semantics import Poll
 
 

@@ -6,17 +6,17 @@ import math
 from collections import Counter
 
 import pytest
+from commlayer_bench.contenders import CONTENDERS, MPI, mpi
+from commlayer_bench.contenders.commlayer import MODES, known
+from commlayer_bench.job import Job
+from commlayer_bench.launch import run_ranks
+from commlayer_bench.records import Results, decode
+from commlayer_bench.run import run
+from commlayer_bench.workload import Scale
+from commlayer_bench.workloads import WORKLOADS
+from commlayer_testkit.ports import free_port
 
-from commlayer.bench.contenders import CONTENDERS, MPI, mpi
-from commlayer.bench.contenders.commlayer import MODES, known
-from commlayer.bench.job import Job
-from commlayer.bench.launch import run_ranks
-from commlayer.bench.records import Results, decode
-from commlayer.bench.run import run
-from commlayer.bench.workload import Scale
-from commlayer.bench.workloads import WORKLOADS
 from commlayer.errors import CommError
-from commlayer.ports import free_port
 
 OURS = [name for name in MODES if known(name)]
 TORCH = ["plain", "common", "object_list"]

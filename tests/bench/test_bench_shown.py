@@ -8,19 +8,19 @@ from types import ModuleType
 from xml.etree import ElementTree
 
 import pytest
+from commlayer_bench.compare import Lookup, ratio
+from commlayer_bench.contenders import CONTENDERS
+from commlayer_bench.machine import this_machine
+from commlayer_bench.payloads import size_text
+from commlayer_bench.plots import COLOURS, PICTURES, draw
+from commlayer_bench.records import SCHEMA, Absent, Results, Row, decode
+from commlayer_bench.tables import Cell, number, scale, tables
+from commlayer_bench.workload import Scale
+from commlayer_bench.workloads import WORKLOADS
+from commlayer_bench.workloads.observing import OFF, ON
 from msgspec.structs import replace as replaced
 from typer.testing import CliRunner
 
-from commlayer.bench.compare import Lookup, ratio
-from commlayer.bench.contenders import CONTENDERS
-from commlayer.bench.machine import this_machine
-from commlayer.bench.payloads import size_text
-from commlayer.bench.plots import COLOURS, PICTURES, draw
-from commlayer.bench.records import SCHEMA, Absent, Results, Row, decode
-from commlayer.bench.tables import Cell, number, scale, tables
-from commlayer.bench.workload import Scale
-from commlayer.bench.workloads import WORKLOADS
-from commlayer.bench.workloads.observing import OFF, ON
 from commlayer.cli import build
 
 DOCS = Path(__file__).parents[2] / "docs"

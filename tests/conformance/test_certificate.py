@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 import vendor
+from commlayer_testkit.conformance import Level, Outcome, Subject, Verdict, all_rules
+from commlayer_testkit.conformance.deviations import Deviations, load
+from commlayer_testkit.conformance.junit import junit
+from commlayer_testkit.conformance.probes.report import FactReport, ProbeReport
+from commlayer_testkit.conformance.probes.report import Verdict as Measured
+from commlayer_testkit.conformance.report import Certificate, certify, compare, decode, regressions
 
-from commlayer.conformance import Level, Outcome, Subject, Verdict, all_rules
-from commlayer.conformance.deviations import Deviations, load
-from commlayer.conformance.junit import junit
-from commlayer.conformance.probes.report import FactReport, ProbeReport
-from commlayer.conformance.probes.report import Verdict as Measured
-from commlayer.conformance.report import Certificate, certify, compare, decode, regressions
 from commlayer.errors import CommError
 
 ENTRY = """

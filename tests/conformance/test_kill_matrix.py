@@ -13,17 +13,16 @@ from pathlib import Path
 
 import pytest
 import vendor
+from commlayer_testkit.conformance import Level, Outcome, Subject, all_rules, judge
+from commlayer_testkit.conformance.probes import Verdict as Measured
+from commlayer_testkit.conformance.probes import probe
+from commlayer_testkit.conformance.rules import find_rule
+from commlayer_testkit.sim.profiles import PROFILES
 from mutants.bench import MutantBench, close_ranks, judged
 from mutants.declared import WRONG_FACTS, WrongFact
 from mutants.matrix import MUTANTS, NO_MUTANT, also, page
 from mutants.mutant import Mutant
 from mutants.processes import EXACT, Exact, Lying
-
-from commlayer.conformance import Level, Outcome, Subject, all_rules, judge
-from commlayer.conformance.probes import Verdict as Measured
-from commlayer.conformance.probes import probe
-from commlayer.conformance.rules import find_rule
-from commlayer.sim.profiles import PROFILES
 
 ALL = os.environ.get("MUTANTS") == "all"
 PAGE = Path(__file__).parents[2] / "docs" / "mutants.md"

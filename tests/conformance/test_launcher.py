@@ -10,15 +10,15 @@ from typing import ClassVar
 
 import pytest
 from commlayer_gloo import GlooBackend
+from commlayer_testkit.conformance.bench import Bench
+from commlayer_testkit.conformance.ranks import here
+from commlayer_testkit.conformance.ranks.launcher import Launcher
+from commlayer_testkit.conformance.ranks.pool import RankFailure, Ranks
+from commlayer_testkit.conformance.rules import find_rule
+from commlayer_testkit.conformance.runner import judge
+from commlayer_testkit.conformance.subject import Subject
+from commlayer_testkit.conformance.verdict import Outcome
 
-from commlayer.conformance.bench import Bench
-from commlayer.conformance.ranks import here
-from commlayer.conformance.ranks.launcher import Launcher
-from commlayer.conformance.ranks.pool import RankFailure, Ranks
-from commlayer.conformance.rules import find_rule
-from commlayer.conformance.runner import judge
-from commlayer.conformance.subject import Subject
-from commlayer.conformance.verdict import Outcome
 from commlayer.errors import CommError, ErrorKind
 
 LAUNCH = """

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import vendor
+from commlayer_testkit.conformance import Bench, Level, Outcome, Rule, Subject, all_rules, judge
+from commlayer_testkit.conformance.clauses import CLAUSES
+from commlayer_testkit.conformance.rules import find_rule
+from commlayer_testkit.conformance.specification import specification
+from commlayer_testkit.sim.profiles import PROFILES
 
-from commlayer.conformance import Bench, Level, Outcome, Rule, Subject, all_rules, judge
-from commlayer.conformance.clauses import CLAUSES
-from commlayer.conformance.rules import find_rule
-from commlayer.conformance.specification import specification
 from commlayer.errors import CommError
 from commlayer.semantics import Semantics
-from commlayer.sim.profiles import PROFILES
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from commlayer.conformance import Level, all_rules
-from commlayer.conformance.report import decode
+from commlayer_testkit.conformance import Level, all_rules
+from commlayer_testkit.conformance.report import decode
 
 ROOT = Path(__file__).resolve().parents[2]
 VENDOR = """
-from commlayer.conformance import BackendConformance
+from commlayer_testkit.conformance import BackendConformance
 
 class TestMine(BackendConformance):
     backend = "gloo"
@@ -45,14 +44,15 @@ def test_all_collect_the_same_rules(tmp_path: Path) -> None:
     own = run(tmp_path, "pytest", "--collect-only", "-q")
     assert collected(own.stdout) == wanted, own.stdout + own.stderr
     package = run(
-        tmp_path, "pytest", "--collect-only", "-q", "--pyargs", "commlayer.conformance",
+        tmp_path, "pytest", "--collect-only", "-q", "--pyargs",
+        "commlayer_testkit.conformance",
         "--commlayer-backend=gloo",
     )  # fmt: skip
     assert collected(package.stdout) == wanted, package.stdout + package.stderr
 
 
 def test_the_package_collects_nothing_unless_asked(tmp_path: Path) -> None:
-    found = run(tmp_path, "pytest", "-q", "--pyargs", "commlayer.conformance")
+    found = run(tmp_path, "pytest", "-q", "--pyargs", "commlayer_testkit.conformance")
     assert "passed" not in found.stdout
     assert "failed" not in found.stdout
 
@@ -72,7 +72,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_pytest_and_command_write_the_same_verdicts(written: Path, tmp_path: Path) -> None:
     found = run(
-        tmp_path, "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "commlayer.conformance",
+        tmp_path, "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
+        "commlayer_testkit.conformance",
         "--commlayer-backend=gloo", "--commlayer-level=L0", "--commlayer-report=b.json",
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr

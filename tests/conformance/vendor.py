@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
+from commlayer_testkit.conformance import Subject
+from commlayer_testkit.sim.profiles import GLOO, Profile
+
 from commlayer.backend import Backend, Transport, Viability, World
-from commlayer.conformance import Subject
+from commlayer.device.backend import StreamBackend
+from commlayer.device.device import DeviceRuntime
 from commlayer.semantics import Semantics, WaitBlocks
-from commlayer.sim.profiles import GLOO, Profile
-from commlayer.streams.backend import StreamBackend
-from commlayer.streams.device import DeviceRuntime
 
 
 class Declared(Backend):

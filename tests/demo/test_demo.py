@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commlayer_demo.launch import run_stages
+from commlayer_demo.model import LayerWeights
+from commlayer_demo.schedule import Limits
+from commlayer_demo.weights import RandomSource, toy
+from commlayer_demo.worker import Job
 
 from commlayer.config import CommConfig
-from commlayer.demo.launch import run_stages
-from commlayer.demo.model import LayerWeights
-from commlayer.demo.schedule import Limits
-from commlayer.demo.weights import RandomSource, toy
-from commlayer.demo.worker import Job
 from commlayer.errors import CommError
 from commlayer.pipeline.topology import FoldedTopology, LinearTopology
 

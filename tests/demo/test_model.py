@@ -6,12 +6,12 @@ import dataclasses
 
 import pytest
 import torch
+from commlayer_demo.launch import run_alone
+from commlayer_demo.model import ModelConfig, Span, Stage, split_layers
+from commlayer_demo.schedule import Limits
+from commlayer_demo.weights import RandomSource, load_stages, toy
+from commlayer_demo.worker import Job
 
-from commlayer.demo.launch import run_alone
-from commlayer.demo.model import ModelConfig, Span, Stage, split_layers
-from commlayer.demo.schedule import Limits
-from commlayer.demo.weights import RandomSource, load_stages, toy
-from commlayer.demo.worker import Job
 from commlayer.pipeline.topology import LinearTopology
 
 SOURCE = toy()

@@ -7,10 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 
 import pytest
+from commlayer_demo.schedule import Limits, MicroBatch, Scheduler, Step
 from hypothesis import given
 from hypothesis import strategies as st
-
-from commlayer.demo.schedule import Limits, MicroBatch, Scheduler, Step
 
 STOP = 0
 LIMITS = st.builds(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from commlayer_demo import weights
+from commlayer_demo.text import ByteTokenizer
+from commlayer_demo.weights import Unpacked, cached, load_stages, toy
 
-from commlayer.demo import weights
-from commlayer.demo.text import ByteTokenizer
-from commlayer.demo.weights import Unpacked, cached, load_stages, toy
 from commlayer.errors import CommError
 
 SOURCE = toy()

@@ -27,7 +27,7 @@ SCRIPTS = [
 @pytest.fixture
 def _registered_scenarios(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scenarios that a page registers are forgotten after it."""
-    scenario = importlib.import_module("commlayer.sim.scenario")
+    scenario = importlib.import_module("commlayer_testkit.sim.scenario")
     monkeypatch.setattr(scenario, "_SCENARIOS", scenario.all_scenarios())
 
 

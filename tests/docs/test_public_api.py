@@ -39,8 +39,8 @@ def listed(page: str) -> dict[str, set[str]]:
     ("page", "module"),
     [
         ("api.md", "commlayer"),
-        ("plugin-api.md", "commlayer.conformance"),
-        ("plugin-api.md", "commlayer.sim"),
+        ("plugin-api.md", "commlayer_testkit.conformance"),
+        ("plugin-api.md", "commlayer_testkit.sim"),
     ],
 )
 def test_the_reference_lists_what_all_lists(page: str, module: str) -> None:

@@ -27,7 +27,7 @@ from commlayer.wire.frame import (
     decode_body,
     decode_prefix,
 )
-from commlayer.wire.outgoing import Layouts, Outgoing
+from commlayer.wire.message import Layouts, Outgoing
 from commlayer.wire.schemas import Schema
 from commlayer.wire.tensors import Limits
 from commlayer.wire.values import pack, parse

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from commlayer_testkit.ports import free_port
 from ranks import here
 from ranks.pool import Ranks
 
 from commlayer import CommError, Communicator, ErrorKind
-from commlayer.ports import free_port
 
 LARGE = 1 << 18
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from commlayer.backend import Endpoint
 from commlayer.communicator import Communicator
-from commlayer.streams.device import DeviceRuntime
-from commlayer.tracking.runtime import Runtime
+from commlayer.device.device import DeviceRuntime
+from commlayer.progress.runtime import Runtime
 
 
 class EarlyReuse(Exception):

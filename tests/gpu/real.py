@@ -24,15 +24,15 @@ from gpu.machine import Case, EarlyReuse, NotApplicable, Outcome
 from torch import Tensor
 
 from commlayer.backend import Endpoint, Viability, World
+from commlayer.bootstrap.connector import connect_world
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
-from commlayer.connector import connect_world
+from commlayer.device.backend import PairEndpoint, StreamBackend
+from commlayer.device.device import DeviceEvent, DeviceRuntime
 from commlayer.errors import CommError
+from commlayer.progress.runtime import ThreadRuntime
 from commlayer.registry import LoadedBackend, Registry
 from commlayer.semantics import Semantics
-from commlayer.streams.backend import PairEndpoint, StreamBackend
-from commlayer.streams.device import DeviceEvent, DeviceRuntime
-from commlayer.tracking.runtime import ThreadRuntime
 
 RANK_LIMIT = 60.0
 """Seconds that a case may take."""

@@ -13,22 +13,22 @@ from typing import Any
 
 import msgspec
 import torch
+from commlayer_testkit.sim import PROFILES, FailureKind, Profile, Rank, Scenario, World, explore
+from commlayer_testkit.sim.mount_core import _Agreed
+from commlayer_testkit.sim.mount_device import SimDeviceRuntime, SimStreamBackend
+from commlayer_testkit.sim.profiles import GLOO
+from commlayer_testkit.sim.streams import Item, SimEvent, SimStream
+from commlayer_testkit.sim.transport import SimBackend
 from gpu.machine import Case, EarlyReuse, Outcome
 from torch import Tensor
 
 from commlayer.backend import Endpoint
 from commlayer.backend import World as BackendWorld
+from commlayer.bootstrap.connector import connect_world
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
-from commlayer.connector import connect_world
 from commlayer.registry import LoadedBackend, Registry
 from commlayer.semantics import Capture
-from commlayer.sim import PROFILES, FailureKind, Profile, Rank, Scenario, World, explore
-from commlayer.sim.mount_core import _Agreed
-from commlayer.sim.mount_device import SimDeviceRuntime, SimStreamBackend
-from commlayer.sim.profiles import GLOO
-from commlayer.sim.streams import Item, SimEvent, SimStream
-from commlayer.sim.transport import SimBackend
 
 SCHEDULES = 30
 TRANSPORTS = ("nccl", "xccl", "hccl")

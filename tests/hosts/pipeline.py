@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 
 import torch
+from commlayer_demo.launch import run_alone
+from commlayer_demo.pipeline import Pipeline
+from commlayer_demo.schedule import Limits
+from commlayer_demo.weights import load_stages, toy
+from commlayer_demo.worker import Job
 
 import commlayer
 from commlayer.config import CommConfig
-from commlayer.demo.launch import run_alone
-from commlayer.demo.pipeline import Pipeline
-from commlayer.demo.schedule import Limits
-from commlayer.demo.weights import load_stages, toy
-from commlayer.demo.worker import Job
 from commlayer.pipeline.topology import LinearTopology
 
 

@@ -17,11 +17,11 @@ import time
 from typing import Any
 
 import torch
+from commlayer_testkit.conformance.ranks import here
 from hosts.network import enter
 
 import commlayer
 from commlayer import CommError, Communicator
-from commlayer.conformance.ranks import here
 
 NEAR, BESIDE, FAR = 0, 1, 2
 MESSAGES = 12

@@ -15,7 +15,7 @@ from commlayer.errors import CommError, ErrorKind
 from commlayer.liveness import monitor, sockets
 from commlayer.liveness.meeting import Link
 from commlayer.liveness.monitor import Monitor
-from commlayer.tracking.runtime import ThreadRuntime
+from commlayer.progress.runtime import ThreadRuntime
 
 LIMIT = 20.0
 

@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from commlayer_testkit.ports import free_port
 from ranks import here
 from ranks.pool import Ranks, collect
 from ranks.victim import LARGE, VICTIM, exchange, lost
 
 from commlayer import CommError, CommTimeout, ErrorKind, Handle
 from commlayer.liveness import sockets
-from commlayer.ports import free_port
 
 HUGE = 1 << 26
 SHORT = 2.0

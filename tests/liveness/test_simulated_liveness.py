@@ -5,10 +5,9 @@ from __future__ import annotations
 import socket
 
 import pytest
-
-from commlayer.sim import Rank, World, profile
-from commlayer.sim.choices import ReplayChoices
-from commlayer.sim.mount_core import connect
+from commlayer_testkit.sim import Rank, World, profile
+from commlayer_testkit.sim.choices import ReplayChoices
+from commlayer_testkit.sim.mount_core import connect
 
 
 def test_simulated_ranks_open_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from commlayer.conformance import Bench, Outcome, Subject, judge
-from commlayer.conformance.rules import find_rule
+from commlayer_testkit.conformance import Bench, Outcome, Subject, judge
+from commlayer_testkit.conformance.rules import find_rule
 
 RULES = [
     "L2-fresh-interpreters",

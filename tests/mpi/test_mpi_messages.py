@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from commlayer_testkit.conformance.ranks.stopping import stopped
 from mpi_job import Jobs, meet
 
 import commlayer
 from commlayer.communicator import Communicator
-from commlayer.conformance.ranks.stopping import stopped
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import pytest
 
 from commlayer.observe.diagnosis import diagnose
 from commlayer.observe.report import REMEDIES, Case, Report
-from commlayer.wire.pending import LaneState, PendingOperation, RankState, ThreadState
+from commlayer.wire.rank_state import LaneState, PendingOperation, RankState, ThreadState
 
 
 def operation(

@@ -26,7 +26,7 @@ from unit.local import (
 )
 
 from commlayer import CommError, Communicator, ErrorKind
-from commlayer.hookspecs import hookimpl
+from commlayer.hooks import hookimpl
 from commlayer.observe import recorder
 from commlayer.observe.events import OperationEvent, StallEvent
 from commlayer.observe.recorder import Dump, Record
@@ -34,7 +34,7 @@ from commlayer.observe.stall import StallWatch
 from commlayer.registry import Registry
 from commlayer.semantics import Semantics
 from commlayer.wire.control import Answer, Ask, Bye, decode_control, encode_control
-from commlayer.wire.pending import MAX_OPERATIONS, PendingOperation, RankState
+from commlayer.wire.rank_state import MAX_OPERATIONS, PendingOperation, RankState
 
 LARGE = 1 << 16
 

@@ -9,7 +9,8 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from commlayer.pipeline.schedule import Action, Facts, Kind, Schedule
+from commlayer_testkit.schedule.check import Action, Facts, Kind, Schedule
+
 from commlayer.semantics import OperationSemantics, Order, PostMayBlock, Semantics, WaitBlocks
 
 

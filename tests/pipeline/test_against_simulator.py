@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from commlayer_testkit.schedule.check import Action, Kind, Schedule, check, recv, send
+from commlayer_testkit.schedule.plans import pipeline_schedules
+from commlayer_testkit.sim import Profile, Rank, World, filled
+from commlayer_testkit.sim.choices import ReplayChoices
+from commlayer_testkit.sim.failure import FailureKind
+from commlayer_testkit.sim.profiles import GLOO, HCCL, NCCL, XCCL
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_deadlocks import both, schedules
 
-from commlayer.pipeline.plans import pipeline_schedules
-from commlayer.pipeline.schedule import Action, Kind, Schedule, check, recv, send
 from commlayer.pipeline.topology import FoldedTopology
 from commlayer.semantics import WaitBlocks
-from commlayer.sim import Profile, Rank, World, filled
-from commlayer.sim.choices import ReplayChoices
-from commlayer.sim.failure import FailureKind
-from commlayer.sim.profiles import GLOO, HCCL, NCCL, XCCL
 
 
 class Caller:

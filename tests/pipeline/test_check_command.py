@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from commlayer_testkit.commands.check import check as command
+from commlayer_testkit.schedule.files import read_schedules
 from typer.testing import CliRunner
 
-from commlayer.cli.check import check as command
 from commlayer.errors import CommError, ErrorKind
 from commlayer.pipeline import schedule
-from commlayer.pipeline.schedule_file import read_schedules
 from commlayer.semantics import Order, Semantics
 
 app = typer.Typer()

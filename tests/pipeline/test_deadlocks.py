@@ -7,14 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from executor import Executor
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from msgspec.structs import replace as with_facts
-
-from commlayer.pipeline.plans import pipeline_schedules
-from commlayer.pipeline.repair import Cure, Proposal, propose
-from commlayer.pipeline.schedule import (
+from commlayer_testkit.schedule.check import (
     Action,
     Facts,
     Kind,
@@ -28,6 +21,13 @@ from commlayer.pipeline.schedule import (
     wait,
     work,
 )
+from commlayer_testkit.schedule.plans import pipeline_schedules
+from commlayer_testkit.schedule.repair import Cure, Proposal, propose
+from executor import Executor
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace as with_facts
+
 from commlayer.pipeline.topology import FoldedTopology, LinearTopology, Topology
 from commlayer.semantics import OperationSemantics, Order, PostMayBlock, Semantics, WaitBlocks
 

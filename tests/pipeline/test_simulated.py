@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from commlayer_testkit.sim import FailureKind, Rank, Report, Scenario, World, explore
+from commlayer_testkit.sim.mount_core import connect
 
 from commlayer.communicator import Communicator
 from commlayer.errors import CommError, ErrorKind
@@ -14,8 +16,6 @@ from commlayer.pipeline.deferred import DeferredBroadcast
 from commlayer.pipeline.loop import StageLoop
 from commlayer.pipeline.rows import DeferredRows, RowGenerations
 from commlayer.pipeline.topology import FoldedTopology, Topology
-from commlayer.sim import FailureKind, Rank, Report, Scenario, World, explore
-from commlayer.sim.mount_core import connect
 
 SOURCE = 1
 

@@ -10,7 +10,7 @@ import pytest
 
 PLUGIN = """
 from commlayer.backend import Backend, Viability
-from commlayer.hookspecs import hookimpl
+from commlayer.hooks import hookimpl
 from commlayer.semantics import Semantics
 
 class Example(Backend):

@@ -93,7 +93,7 @@ def test_plugin_repaired_meanwhile_loads(site, monkeypatch):
 
 @pytest.mark.parametrize(
     "source",
-    ["", "def commlayer_backend(): return None", "from commlayer.hookspecs import hookimpl"],
+    ["", "def commlayer_backend(): return None", "from commlayer.hooks import hookimpl"],
 )
 def test_missing_hook_is_named(site, source):
     site.install("acme-bare", source, "bare")

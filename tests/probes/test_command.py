@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 
+import commlayer_testkit.conformance.probes.run
 import pytest
 from typer.testing import CliRunner
 
-import commlayer.conformance.probes.run
 from commlayer.cli import build
 from commlayer.registry import Registry
 
@@ -41,7 +41,9 @@ def test_an_over_claim_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
     registry = Registry()
     registry.add_backend(claims.Boastful())
-    monkeypatch.setattr(commlayer.conformance.probes.run, "default_registry", lambda: registry)
+    monkeypatch.setattr(
+        commlayer_testkit.conformance.probes.run, "default_registry", lambda: registry
+    )
     code, output, _ = run("boastful", "--facts", "p2p.wait_repeatable", "--patience", "0.5")
     assert code == 1
     assert "over-claimed" in output

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from commlayer_testkit.conformance.probes.report import Verdict, compare
 
-from commlayer.conformance.probes.report import Verdict, compare
 from commlayer.semantics import (
     DroppedWork,
     Order,

@@ -7,9 +7,9 @@ from typing import Any
 import claims
 import pytest
 from commlayer_gloo import SEMANTICS, GlooBackend
+from commlayer_testkit.conformance.probes import FactReport, ProbeReport, Verdict, probe, probe_c10d
 
 from commlayer import semantics
-from commlayer.conformance.probes import FactReport, ProbeReport, Verdict, probe, probe_c10d
 from commlayer.errors import CommError, ErrorKind
 from commlayer.semantics import OperationSemantics, Semantics
 

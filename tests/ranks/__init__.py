@@ -1,1 +1,1 @@
-"""Ranks in processes of their own, over gloo; see `commlayer.conformance.ranks`."""
+"""Ranks in processes of their own, over gloo; see `commlayer_testkit.conformance.ranks`."""

@@ -1,13 +1,14 @@
-"""`commlayer.conformance.ranks.here`, and a communicator of all ranks over gloo."""
+"""`commlayer_testkit.conformance.ranks.here`, and a communicator of all ranks over gloo."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
+from commlayer_testkit.conformance.ranks.here import hear, meet, rank, say, store, world_size
+
 import commlayer
 from commlayer.communicator import Communicator
-from commlayer.conformance.ranks.here import hear, meet, rank, say, store, world_size
 
 __all__ = ["connect", "hear", "meet", "rank", "say", "store", "world_size"]
 

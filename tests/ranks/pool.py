@@ -1,9 +1,9 @@
-"""`commlayer.conformance.ranks.pool`, with what these tests need imported already."""
+"""`commlayer_testkit.conformance.ranks.pool`, with what these tests need imported already."""
 
 from __future__ import annotations
 
-from commlayer.conformance.ranks import pool
-from commlayer.conformance.ranks.pool import Process, RankFailure, collect
+from commlayer_testkit.conformance.ranks import pool
+from commlayer_testkit.conformance.ranks.pool import Process, RankFailure, collect
 
 __all__ = ["Process", "RankFailure", "Ranks", "collect"]
 

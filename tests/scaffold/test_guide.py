@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commlayer_testkit.conformance import Bench, Level, Outcome, Rule, Subject, all_rules, judge
+from commlayer_testkit.conformance.deviations import DeviationKind, load
+from commlayer_testkit.scaffold import render
 from lines import code_lines
 
 from commlayer.backend import Backend
-from commlayer.conformance import Bench, Level, Outcome, Rule, Subject, all_rules, judge
-from commlayer.conformance.deviations import DeviationKind, load
 from commlayer.errors import CommError
-from commlayer.scaffold import render
 from commlayer.semantics import OperationSemantics, Semantics
 
 ROOT = Path(__file__).resolve().parents[2]

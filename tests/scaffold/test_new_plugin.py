@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commlayer_testkit.conformance import Level, Outcome, all_rules
+from commlayer_testkit.conformance.deviations import load
+from commlayer_testkit.conformance.report import Certificate, decode
+from commlayer_testkit.scaffold import render
 from lines import code_lines
 
-from commlayer.conformance import Level, Outcome, all_rules
-from commlayer.conformance.deviations import load
-from commlayer.conformance.report import Certificate, decode
 from commlayer.errors import CommError
-from commlayer.scaffold import render
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEDULES = 6
@@ -131,7 +131,8 @@ def test_its_own_three_lines_certify_it(run: Run) -> None:
 def test_pytest_with_its_name_certifies_it(run: Run, tmp_path: Path) -> None:
     report = tmp_path / "certificate.json"
     found = run(
-        "pytest", "-q", "--pyargs", "commlayer.conformance", "--commlayer-backend=my_fabric",
+        "pytest", "-q", "--pyargs",
+        "commlayer_testkit.conformance", "--commlayer-backend=my_fabric",
         "--commlayer-level=L1", f"--commlayer-schedules={SCHEDULES}",
         f"--commlayer-report={report}",
     )  # fmt: skip

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from commlayer_testkit.conformance import Bench, Clause, Gate, Level, Outcome, Rule, Subject, judge
+from commlayer_testkit.conformance.deviations import load
+from commlayer_testkit.conformance.report import certify
+from commlayer_testkit.conformance.rules import all_rules
 
-from commlayer.conformance import Bench, Clause, Gate, Level, Outcome, Rule, Subject, judge
-from commlayer.conformance.deviations import load
-from commlayer.conformance.report import certify
-from commlayer.conformance.rules import all_rules
 from commlayer.errors import CommError
-from commlayer.hookspecs import hookimpl
+from commlayer.hooks import hookimpl
 from commlayer.semantics import Semantics
 
 

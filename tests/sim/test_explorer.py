@@ -8,10 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
-
-from commlayer.errors import CommError
-from commlayer.sim import (
+from commlayer_testkit.sim import (
     FailureKind,
     Rank,
     Scenario,
@@ -23,10 +20,13 @@ from commlayer.sim import (
     replay,
     scenario,
 )
-from commlayer.sim.choices import RandomChoices, decode, encode
-from commlayer.sim.explorer import run
-from commlayer.sim.scenario import find
-from commlayer.sim.trace import trace_events, write_trace
+from commlayer_testkit.sim.choices import RandomChoices, decode, encode
+from commlayer_testkit.sim.explorer import run
+from commlayer_testkit.sim.scenario import find
+from commlayer_testkit.sim.trace import trace_events, write_trace
+from torch.distributed import distributed_c10d as c10d
+
+from commlayer.errors import CommError
 
 
 def a_rare_race(world: World) -> None:
@@ -196,7 +196,7 @@ def test_the_torch_mount_leaves_nothing_behind() -> None:
 
 
 def test_two_ranks_in_one_process_have_their_own_torch_world() -> None:
-    from commlayer.sim.mount_torch import start_distributed
+    from commlayer_testkit.sim.mount_torch import start_distributed
 
     seen: dict[int, tuple[int, int, bool]] = {}
 

@@ -7,6 +7,17 @@ from dataclasses import replace
 
 import msgspec
 import pytest
+from commlayer_testkit.sim import (
+    PROFILES,
+    FailureKind,
+    Profile,
+    Rank,
+    World,
+    blank,
+    filled,
+)
+from commlayer_testkit.sim.choices import ReplayChoices
+from commlayer_testkit.sim.failure import Failure
 
 from commlayer.semantics import (
     Completion,
@@ -17,17 +28,6 @@ from commlayer.semantics import (
     SizeMismatch,
     Threads,
 )
-from commlayer.sim import (
-    PROFILES,
-    FailureKind,
-    Profile,
-    Rank,
-    World,
-    blank,
-    filled,
-)
-from commlayer.sim.choices import ReplayChoices
-from commlayer.sim.failure import Failure
 
 
 def with_facts(base: str = "gloo", **facts: object) -> Profile:

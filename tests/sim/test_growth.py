@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 
 import pytest
-
-from commlayer.sim import Rank, World, blank, filled, profile
-from commlayer.sim.choices import ReplayChoices
-from commlayer.sim.mount_core import connect
+from commlayer_testkit.sim import Rank, World, blank, filled, profile
+from commlayer_testkit.sim.choices import ReplayChoices
+from commlayer_testkit.sim.mount_core import connect
 
 PEERS = (1, 2, 8, 16)
 LONGER = bool(os.environ.get("SIM_BUDGET"))

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-
-from commlayer.sim import FailureKind, Rank, World, profile
-from commlayer.sim.choices import ReplayChoices
-from commlayer.sim.memory import POISON
+from commlayer_testkit.sim import FailureKind, Rank, World, profile
+from commlayer_testkit.sim.choices import ReplayChoices
+from commlayer_testkit.sim.memory import POISON
 
 
 def play(body: object) -> World:

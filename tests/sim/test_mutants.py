@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from commlayer_testkit.sim import FailureKind, explore
+from commlayer_testkit.sim.transport import SimEndpoint
 
 from commlayer.communicator import Communicator
+from commlayer.lanes.receiving import RecvLane
+from commlayer.lanes.sending import SendLane
 from commlayer.observe.inquiry import Inquiry, _Mailbox
-from commlayer.sim import FailureKind, explore
-from commlayer.sim.transport import SimEndpoint
-from commlayer.tracking.ledger import Ledger
-from commlayer.wire.recv_lane import RecvLane
-from commlayer.wire.send_lane import SendLane
+from commlayer.progress.ledger import Ledger
 
 
 def mutated(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from commlayer_testkit.sim import FailureKind, Rank, World, profile
+from commlayer_testkit.sim.choices import RandomChoices, ReplayChoices
 from traces import EAGER, GLOO, MPI, WRITES_EARLY, Trace, follow
-
-from commlayer.sim import FailureKind, Rank, World, profile
-from commlayer.sim.choices import RandomChoices, ReplayChoices
 
 Observed = list[dict[str, Any]]
 SEEDS = [None, 1, 2, 3]

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 
 import pytest
-
-from commlayer.sim import FailureKind, Scenario, all_scenarios, explore, replay
+from commlayer_testkit.sim import FailureKind, Scenario, all_scenarios, explore, replay
 
 BUDGET = int(os.environ.get("SIM_BUDGET", "0"))
 ALL = all_scenarios()

@@ -6,12 +6,11 @@ import random
 from collections.abc import Callable
 
 import pytest
-
-from commlayer.sim.choices import Pruned
-from commlayer.sim.profiles import profile
-from commlayer.sim.rank import Rank, blank, filled
-from commlayer.sim.search import DepthFirst, Sampling, Search
-from commlayer.sim.world import World
+from commlayer_testkit.sim.choices import Pruned
+from commlayer_testkit.sim.profiles import profile
+from commlayer_testkit.sim.rank import Rank, blank, filled
+from commlayer_testkit.sim.search import DepthFirst, Sampling, Search
+from commlayer_testkit.sim.world import World
 
 Program = list[list[str]]
 SAMPLES = 1_000

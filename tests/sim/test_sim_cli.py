@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from commlayer_testkit.sim import all_scenarios
 from typer.testing import CliRunner
 
 from commlayer.cli import build
 from commlayer.errors import CommError
-from commlayer.sim import all_scenarios
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -63,7 +63,7 @@ def test_an_unexpected_end_is_exit_code_1() -> None:
 
 def test_scenarios_of_another_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_scenarios.py").write_text(
-        "from commlayer.sim import scenario\n"
+        "from commlayer_testkit.sim import scenario\n"
         "@scenario('gloo')\n"
         "def own(world):\n"
         "    'Nothing happens.'\n"

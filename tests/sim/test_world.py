@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-
-from commlayer.sim import FailureKind, Rank, World, blank, filled, profile
-from commlayer.sim.choices import ReplayChoices
-from commlayer.sim.world import StepBound
+from commlayer_testkit.sim import FailureKind, Rank, World, blank, filled, profile
+from commlayer_testkit.sim.choices import ReplayChoices
+from commlayer_testkit.sim.world import StepBound
 
 
 def play(body: object, size: int = 1, on: str = "gloo", **options: object) -> World:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from commlayer.sim.explorer import Report, explore
-from commlayer.sim.rank import Rank
-from commlayer.sim.scenario import Scenario
-from commlayer.sim.world import World
+from commlayer_testkit.sim.explorer import Report, explore
+from commlayer_testkit.sim.rank import Rank
+from commlayer_testkit.sim.scenario import Scenario
+from commlayer_testkit.sim.world import World
 
 
 def searched(body: Callable[[Rank], object], on: str, *, ranks: int = 2, budget: int) -> Report:

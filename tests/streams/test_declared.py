@@ -7,15 +7,15 @@ from typing import Literal
 
 import pytest
 import torch
+from commlayer_testkit.sim import Scenario, World, explore
+from commlayer_testkit.sim.mount_core import connect_device
+from commlayer_testkit.sim.profiles import GLOO
+from commlayer_testkit.sim.rank import Rank
+from commlayer_testkit.sim.scenarios.device_core import DEVICE, STREAM, Quiet, churn, error_of, use
 
 from commlayer.communicator import Communicator
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.pipeline.deferred import DeferredBroadcast
-from commlayer.sim import Scenario, World, explore
-from commlayer.sim.mount_core import connect_device
-from commlayer.sim.profiles import GLOO
-from commlayer.sim.rank import Rank
-from commlayer.sim.scenarios.device_core import DEVICE, STREAM, Quiet, churn, error_of, use
 
 SOURCE = 0
 AT_MOST = 32

@@ -8,29 +8,29 @@ from typing import Any
 
 import pytest
 import torch
+from commlayer_testkit.sim import Scenario, all_scenarios, explore
+from commlayer_testkit.sim.choices import ReplayChoices
+from commlayer_testkit.sim.mount_core import _Agreed, connect_device
+from commlayer_testkit.sim.mount_device import SimDeviceRuntime, SimStreamBackend
+from commlayer_testkit.sim.profiles import GLOO, PROFILES
+from commlayer_testkit.sim.rank import Rank
+from commlayer_testkit.sim.scenarios.device_core import DEVICE, NBYTES, Quiet, use
+from commlayer_testkit.sim.transport import SimBackend, SimEndpoint, SimTransport
+from commlayer_testkit.sim.world import World
 from msgspec.structs import replace
 
 from commlayer.backend import World as BackendWorld
+from commlayer.bootstrap.connector import connect_world
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
-from commlayer.connector import connect_world
 from commlayer.errors import CommError, ErrorKind
+from commlayer.progress.ledger import Bounds, Ledger
+from commlayer.progress.operation import LaneKey, Operation
+from commlayer.progress.reaping import BackgroundReaping, GateOnDevice, ReapingPolicy
+from commlayer.progress.retention import DeviceHold
+from commlayer.progress.runtime import ThreadRuntime
 from commlayer.registry import LoadedBackend, Registry
 from commlayer.semantics import Semantics, Threads
-from commlayer.sim import Scenario, all_scenarios, explore
-from commlayer.sim.choices import ReplayChoices
-from commlayer.sim.mount_core import _Agreed, connect_device
-from commlayer.sim.mount_device import SimDeviceRuntime, SimStreamBackend
-from commlayer.sim.profiles import GLOO, PROFILES
-from commlayer.sim.rank import Rank
-from commlayer.sim.scenarios.device_core import DEVICE, NBYTES, Quiet, use
-from commlayer.sim.transport import SimBackend, SimEndpoint, SimTransport
-from commlayer.sim.world import World
-from commlayer.tracking.ledger import Bounds, Ledger
-from commlayer.tracking.operation import LaneKey, Operation
-from commlayer.tracking.reaping import BackgroundReaping, GateOnDevice, ReapingPolicy
-from commlayer.tracking.retention import DeviceHold
-from commlayer.tracking.runtime import ThreadRuntime
 
 
 def run(body: Callable[[Rank], None], on: str, size: int = 2) -> World:
@@ -111,7 +111,7 @@ def test_an_unsound_policy_is_refused_with_the_fact(
     ids=str,
 )
 def test_a_host_transport_refuses_the_policies_of_devices(policy: dict[str, str]) -> None:
-    from commlayer.sim.mount_core import connect
+    from commlayer_testkit.sim.mount_core import connect
 
     def body(rank: Rank) -> None:
         with pytest.raises(CommError, match="unsound: it needs p2p wait_blocks = STREAM"):

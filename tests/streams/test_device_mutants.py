@@ -6,19 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from commlayer_testkit.sim import FailureKind, explore
+from commlayer_testkit.sim.mount_device import SimDeviceRuntime
+from commlayer_testkit.sim.streams import SimEvent
 
+from commlayer.device.backend import StreamTransport
+from commlayer.device.lane import DeviceLane
+from commlayer.device.side import DeviceSide
 from commlayer.handle import StreamHandle
-from commlayer.receive import MessageClaim
-from commlayer.sim import FailureKind, explore
-from commlayer.sim.mount_device import SimDeviceRuntime
-from commlayer.sim.streams import SimEvent
-from commlayer.streams.backend import StreamTransport
-from commlayer.streams.lane import DeviceLane
-from commlayer.streams.side import DeviceSide
-from commlayer.tracking.operation import Operation
-from commlayer.tracking.retention import DeviceHold, HoldReferences
-from commlayer.wire.recv_lane import RecvLane
-from commlayer.wire.send_lane import SendLane
+from commlayer.lanes.claims import MessageClaim
+from commlayer.lanes.receiving import RecvLane
+from commlayer.lanes.sending import SendLane
+from commlayer.progress.operation import Operation
+from commlayer.progress.retention import DeviceHold, HoldReferences
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

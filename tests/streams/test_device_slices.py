@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from commlayer_testkit.sim.mount_core import connect, connect_device
+from commlayer_testkit.sim.profiles import GLOO
+from commlayer_testkit.sim.rank import Rank
 from exploring import survives
 
 from commlayer import Communicator
-from commlayer.sim.mount_core import connect, connect_device
-from commlayer.sim.profiles import GLOO
-from commlayer.sim.rank import Rank
 
 DEVICE = ("hccl", "nccl", "xccl")
 

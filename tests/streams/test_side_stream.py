@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from commlayer_testkit.sim.failure import FailureKind
+from commlayer_testkit.sim.mount_core import connect_device
+from commlayer_testkit.sim.profiles import GLOO
+from commlayer_testkit.sim.rank import Rank
 from exploring import searched, survives
 from unit.local import connected
 
 from commlayer import CommError, ErrorKind
-from commlayer.sim.failure import FailureKind
-from commlayer.sim.mount_core import connect_device
-from commlayer.sim.profiles import GLOO
-from commlayer.sim.rank import Rank
-from commlayer.streams.side_stream import SideStreams
+from commlayer.device.side_stream import SideStreams
 
 DEVICE = ("hccl", "nccl", "xccl")
 

@@ -19,24 +19,24 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from commlayer_testkit.sim import Scenario, explore
+from commlayer_testkit.sim.mount_core import _Agreed
+from commlayer_testkit.sim.mount_device import SimDeviceRuntime, SimGroup
+from commlayer_testkit.sim.profiles import GLOO, PROFILES
+from commlayer_testkit.sim.rank import Rank
+from commlayer_testkit.sim.scenarios.device_core import NBYTES, churn, use
+from commlayer_testkit.sim.transport import SimBackend
+from commlayer_testkit.sim.world import World
 from typer.testing import CliRunner
 
 from commlayer.backend import World as BackendWorld
+from commlayer.bootstrap.connector import connect_world
 from commlayer.cli import build
 from commlayer.config import CommConfig
-from commlayer.connector import connect_world
+from commlayer.device.backend import StreamBackend
 from commlayer.errors import CommError, ErrorKind
 from commlayer.registry import LoadedBackend, Registry, default_registry
 from commlayer.semantics import OperationSemantics, Poll, Semantics, WaitBlocks
-from commlayer.sim import Scenario, explore
-from commlayer.sim.mount_core import _Agreed
-from commlayer.sim.mount_device import SimDeviceRuntime, SimGroup
-from commlayer.sim.profiles import GLOO, PROFILES
-from commlayer.sim.rank import Rank
-from commlayer.sim.scenarios.device_core import NBYTES, churn, use
-from commlayer.sim.transport import SimBackend
-from commlayer.sim.world import World
-from commlayer.streams.backend import StreamBackend
 
 
 class Named(NamedTuple):

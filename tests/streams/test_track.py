@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commlayer_testkit.sim.failure import FailureKind
+from commlayer_testkit.sim.mount_core import connect, connect_device
+from commlayer_testkit.sim.profiles import GLOO
+from commlayer_testkit.sim.rank import Rank
+from commlayer_testkit.sim.streams import Item
 from exploring import searched, survives
 from msgspec.structs import replace
 from ranks.pool import Ranks
@@ -18,13 +23,8 @@ from unit.local import FUNNELED, WAITED, connected
 
 import commlayer
 from commlayer import CommError, CommTimeout, Communicator, ErrorKind
+from commlayer.device.foreign import leaves
 from commlayer.semantics import OperationSemantics, Poll
-from commlayer.sim.failure import FailureKind
-from commlayer.sim.mount_core import connect, connect_device
-from commlayer.sim.profiles import GLOO
-from commlayer.sim.rank import Rank
-from commlayer.sim.streams import Item
-from commlayer.streams.track import leaves
 
 DEVICE = ("hccl", "nccl", "xccl")
 LONG = 20.0

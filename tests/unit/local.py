@@ -21,9 +21,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from commlayer.backend import Backend, Endpoint, Transport, Viability, World
+from commlayer.bootstrap.connector import connect_world
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
-from commlayer.connector import connect_world
 from commlayer.errors import CommError
 from commlayer.registry import LoadedBackend, Registry
 from commlayer.semantics import (

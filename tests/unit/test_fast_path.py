@@ -25,12 +25,12 @@ from local import (
 from torch import Tensor
 
 from commlayer.backend import World
+from commlayer.bootstrap.connector import connect_world
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
-from commlayer.connector import connect_world
 from commlayer.errors import CommError, ErrorKind
+from commlayer.progress.runtime import ThreadRuntime
 from commlayer.registry import LoadedBackend, Registry
-from commlayer.tracking.runtime import ThreadRuntime
 from commlayer.wire import outgoing
 from commlayer.wire.frame import LOOSE, Kind, encode_body, encode_prefix, encode_shape
 from commlayer.wire.tags import OBJECTS, TagMap

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commlayer.wire.frame import Kind, Placement
-from commlayer.wire.outgoing import Layouts
+from commlayer.wire.message import Layouts
 
 
 @pytest.mark.parametrize("device_first", [False, True])

@@ -13,12 +13,12 @@ from local import SERIALIZED, WAITED, Hub, connect_rank, connected, on_every_ran
 from msgspec.structs import replace
 
 from commlayer.errors import CommError, ErrorKind
+from commlayer.progress.ledger import Bounds, Ledger
+from commlayer.progress.lifetime import Fingerprint
+from commlayer.progress.operation import LaneKey, Operation
+from commlayer.progress.reaping import BackgroundReaping, FifoReaping, PollReaping
+from commlayer.progress.runtime import ThreadRuntime
 from commlayer.semantics import Poll
-from commlayer.tracking.ledger import Bounds, Ledger
-from commlayer.tracking.lifetime import Fingerprint
-from commlayer.tracking.operation import LaneKey, Operation
-from commlayer.tracking.reaping import BackgroundReaping, FifoReaping, PollReaping
-from commlayer.tracking.runtime import ThreadRuntime
 
 SEND = LaneKey("data", 1, "send", "0")
 OTHER = LaneKey("data", 1, "send", "1")

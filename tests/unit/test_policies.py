@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from commlayer_testkit.ports import LOOPBACK, free_port
 from local import SERIALIZED, WAITED, Hub, LocalBackend, connect_rank, connected
 from msgspec.structs import replace
 from torch import Tensor
 
+from commlayer.bootstrap.connector import connect
 from commlayer.config import CommConfig
-from commlayer.connector import connect
 from commlayer.errors import CommError, ErrorKind
 from commlayer.handle import Handle
-from commlayer.hookspecs import hookimpl
-from commlayer.ports import LOOPBACK, free_port
+from commlayer.hooks import hookimpl
+from commlayer.progress.operation import Operation
+from commlayer.progress.policies import check_sound
+from commlayer.progress.reaping import PollReaping, PollWorks, reaping_policy
+from commlayer.progress.retention import CopyOnPost, HoldReferences, retention_policy
 from commlayer.registry import Registry
 from commlayer.semantics import Completion, Poll, Semantics, SourceLifetime
-from commlayer.tracking.operation import Operation
-from commlayer.tracking.policies import check_sound
-from commlayer.tracking.reaping import PollReaping, PollWorks, reaping_policy
-from commlayer.tracking.retention import CopyOnPost, HoldReferences, retention_policy
 
 
 def facts(**p2p: Any) -> Semantics:

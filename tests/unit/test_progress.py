@@ -25,6 +25,12 @@ from msgspec.structs import replace
 from commlayer.communicator import Communicator
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
+from commlayer.progress.choose import choose_progress
+from commlayer.progress.direct import DirectProgress
+from commlayer.progress.polling import PollingProgress
+from commlayer.progress.reaping import BackgroundReaping
+from commlayer.progress.runtime import ThreadRuntime
+from commlayer.progress.waiter import WaiterProgress
 from commlayer.semantics import (
     OperationSemantics,
     Poll,
@@ -34,12 +40,6 @@ from commlayer.semantics import (
     Threads,
     WaitBlocks,
 )
-from commlayer.tracking.direct import DirectProgress
-from commlayer.tracking.engines import choose_progress
-from commlayer.tracking.polling import PollingProgress
-from commlayer.tracking.reaping import BackgroundReaping
-from commlayer.tracking.runtime import ThreadRuntime
-from commlayer.tracking.waiter import WaiterProgress
 
 COMBINATIONS = [
     Semantics(

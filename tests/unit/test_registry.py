@@ -7,7 +7,7 @@ import pytest
 from commlayer.backend import PLUGIN_API, Backend, Viability
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
-from commlayer.hookspecs import hookimpl
+from commlayer.hooks import hookimpl
 from commlayer.registry import LoadedBackend, Registry, default_registry
 from commlayer.semantics import Semantics
 

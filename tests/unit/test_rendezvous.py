@@ -11,17 +11,17 @@ from local import SERIALIZED, WAITED, Hub, LocalBackend, MemoryStore, connect_ra
 from msgspec.structs import replace
 
 from commlayer.backend import World
-from commlayer.config import CommConfig
-from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.rendezvous import (
+from commlayer.bootstrap.rendezvous import (
     Hello,
     agree,
     world_of_environment,
     world_of_group,
     world_of_job,
 )
+from commlayer.config import CommConfig
+from commlayer.errors import CommError, CommTimeout, ErrorKind
+from commlayer.progress.runtime import ThreadRuntime
 from commlayer.semantics import Completion
-from commlayer.tracking.runtime import ThreadRuntime
 
 HELLO = Hello(
     wire_version=2,

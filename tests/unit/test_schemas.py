@@ -10,7 +10,7 @@ from frames import outgoing
 
 from commlayer.errors import CommError, ErrorKind
 from commlayer.wire.frame import DEFINE, EARNED_SLOTS, LOOSE, MAX_SCHEMAS, Kind, Prefix
-from commlayer.wire.outgoing import Layout
+from commlayer.wire.message import Layout
 from commlayer.wire.schemas import ReceivedSchemas, SentSchemas, is_named
 
 INLINE = 64

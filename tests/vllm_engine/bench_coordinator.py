@@ -87,7 +87,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def measure(rounds: int, tables: dict[str, dict[str, Any] | None]) -> dict[str, Any]:
-    from commlayer.conformance.ranks import pool
+    from commlayer_testkit.conformance.ranks import pool
 
     ranks = pool.Ranks(["commlayer_gloo", "vllm.distributed.parallel_state"])
     try:

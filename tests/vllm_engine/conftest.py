@@ -31,7 +31,7 @@ def pytest_pycollect_makemodule(
 
 @pytest.fixture(scope="session")
 def _engine_ranks() -> Iterator[Ranks]:
-    from commlayer.conformance.ranks import pool
+    from commlayer_testkit.conformance.ranks import pool
 
     ranks = pool.Ranks(
         [

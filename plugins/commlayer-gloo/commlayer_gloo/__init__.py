@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from commlayer.backend import Backend, Endpoint, Transport, Viability, World
 from commlayer.errors import CommError, ErrorKind
-from commlayer.hookspecs import hookimpl
+from commlayer.hooks import hookimpl
 from commlayer.semantics import (
     Completion,
     DroppedWork,

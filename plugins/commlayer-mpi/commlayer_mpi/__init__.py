@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from commlayer.backend import Backend, Transport, Viability, World
 from commlayer.errors import CommError, ErrorKind
-from commlayer.hookspecs import hookimpl
+from commlayer.hooks import hookimpl
 from commlayer.semantics import (
     Completion,
     DroppedWork,

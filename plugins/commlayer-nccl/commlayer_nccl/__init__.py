@@ -16,7 +16,9 @@ from msgspec.structs import replace
 from torch._C._distributed_c10d import PrefixStore
 
 from commlayer.backend import Backend, Viability
-from commlayer.hookspecs import hookimpl
+from commlayer.device.backend import StreamBackend
+from commlayer.device.device import DeviceRuntime
+from commlayer.hooks import hookimpl
 from commlayer.semantics import (
     DroppedWork,
     NativeTimeout,
@@ -30,8 +32,6 @@ from commlayer.semantics import (
     Threads,
     WaitBlocks,
 )
-from commlayer.streams.backend import StreamBackend
-from commlayer.streams.device import DeviceRuntime
 from commlayer_nccl.device import CudaDevice
 
 _FACTS = OperationSemantics(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from commlayer.streams.device import TorchDevice
+from commlayer.device.device import TorchDevice
 
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
 

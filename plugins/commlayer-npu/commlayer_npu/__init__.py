@@ -18,7 +18,9 @@ from msgspec.structs import replace
 from torch._C._distributed_c10d import PrefixStore
 
 from commlayer.backend import Backend, Viability
-from commlayer.hookspecs import hookimpl
+from commlayer.device.backend import StreamBackend
+from commlayer.device.device import DeviceRuntime, TorchDevice
+from commlayer.hooks import hookimpl
 from commlayer.semantics import (
     Completion,
     DroppedWork,
@@ -33,8 +35,6 @@ from commlayer.semantics import (
     Threads,
     WaitBlocks,
 )
-from commlayer.streams.backend import StreamBackend
-from commlayer.streams.device import DeviceRuntime, TorchDevice
 
 _INSTALL = "pip install 'commlayer-npu[device]' on a machine with the CANN toolkit"
 

@@ -21,7 +21,9 @@ from msgspec.structs import replace
 from torch._C._distributed_c10d import PrefixStore
 
 from commlayer.backend import Backend, Viability
-from commlayer.hookspecs import hookimpl
+from commlayer.device.backend import StreamBackend
+from commlayer.device.device import DeviceRuntime, TorchDevice
+from commlayer.hooks import hookimpl
 from commlayer.semantics import (
     DroppedWork,
     NativeTimeout,
@@ -35,8 +37,6 @@ from commlayer.semantics import (
     Threads,
     WaitBlocks,
 )
-from commlayer.streams.backend import StreamBackend
-from commlayer.streams.device import DeviceRuntime, TorchDevice
 
 _BINDINGS = "oneccl_bindings_for_pytorch"
 _EXTENSION = "intel_extension_for_pytorch"

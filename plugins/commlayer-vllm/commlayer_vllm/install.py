@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from commlayer.connector import connect
+from commlayer.bootstrap.connector import connect
 from commlayer_vllm import seams
 from commlayer_vllm.broadcasts import TokenBroadcasts
 from commlayer_vllm.log import logger, show_library_log

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.handle import checked_timeout
+from commlayer.progress.deadline import checked_timeout
 
 
 class Task:

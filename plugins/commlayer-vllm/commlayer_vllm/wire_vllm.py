@@ -25,7 +25,8 @@ from torch import Tensor
 
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.handle import Handle, checked_timeout
+from commlayer.handle import Handle
+from commlayer.progress.deadline import checked_timeout
 from commlayer_vllm.line import Line, Task
 from commlayer_vllm.parts import join, part_of, sent_in_parts
 from commlayer_vllm.wire import Received

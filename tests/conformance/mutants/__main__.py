@@ -10,7 +10,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from commlayer.conformance import Outcome
+from commlayer_testkit.conformance import Outcome
+
 from mutants.bench import close_ranks, judged
 from mutants.matrix import MUTANTS, also, page, rules_of, write_also
 

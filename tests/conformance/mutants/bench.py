@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from commlayer.conformance import Outcome, Subject, Verdict, judge
-from commlayer.conformance.bench import RANK_LIMIT, Bench
-from commlayer.conformance.ranks.pool import Process, Ranks
-from commlayer.conformance.rules import find_rule
+from commlayer_testkit.conformance import Outcome, Subject, Verdict, judge
+from commlayer_testkit.conformance.bench import RANK_LIMIT, Bench
+from commlayer_testkit.conformance.ranks.pool import Process, Ranks
+from commlayer_testkit.conformance.rules import find_rule
+
 from commlayer.errors import CommError
 from mutants.mutant import Mutant
 

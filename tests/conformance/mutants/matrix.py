@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from commlayer.conformance import Level, all_rules
+from commlayer_testkit.conformance import Level, all_rules
+
 from mutants import processes, shape, simulated
 from mutants.declared import WRONG_FACTS
 from mutants.mutant import Mutant

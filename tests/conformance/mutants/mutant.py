@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from commlayer.conformance import Subject
+from commlayer_testkit.conformance import Subject
 
 HANGS = "does not come to an end"
 PEER_LOST = r"errors\.md#peer_lost"

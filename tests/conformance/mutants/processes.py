@@ -14,10 +14,10 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 from commlayer_gloo import GlooBackend
+from commlayer_testkit.conformance import Subject
 from torch import Tensor
 
 from commlayer.backend import Endpoint, Transport, World
-from commlayer.conformance import Subject
 from commlayer.semantics import Completion, DroppedWork, Poll, Semantics
 from mutants.mutant import HANGS, PEER_LOST, SPOILT, Mutant
 from mutants.relay import (

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import msgspec
 from commlayer_gloo import GlooBackend
+from commlayer_testkit.conformance import Subject
+from commlayer_testkit.sim.profiles import GLOO, NCCL
 
 from commlayer.backend import Backend, Transport, Viability, World
-from commlayer.conformance import Subject
 from commlayer.semantics import DroppedWork, Order, Semantics, SourceLifetime
-from commlayer.sim.profiles import GLOO, NCCL
 from mutants.mutant import Mutant
 
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import msgspec
 import vendor
+from commlayer_testkit.conformance import Subject
+from commlayer_testkit.sim.lane import finish
+from commlayer_testkit.sim.mount_device import SimGroup, SimStreamBackend
+from commlayer_testkit.sim.operation import Operation, SimWork
+from commlayer_testkit.sim.profiles import ADVERSARY, GLOO, HCCL, MPI, NCCL, Profile
+from commlayer_testkit.sim.rank import Rank
+from commlayer_testkit.sim.transport import SimBackend
 from torch import Tensor
 
 from commlayer.backend import Backend, Transport
 from commlayer.backend import World as BackendWorld
-from commlayer.conformance import Subject
 from commlayer.semantics import Order, Poll, PostMayBlock, Semantics, Threads
-from commlayer.sim.lane import finish
-from commlayer.sim.mount_device import SimGroup, SimStreamBackend
-from commlayer.sim.operation import Operation, SimWork
-from commlayer.sim.profiles import ADVERSARY, GLOO, HCCL, MPI, NCCL, Profile
-from commlayer.sim.rank import Rank
-from commlayer.sim.transport import SimBackend
 from mutants.mutant import Mutant
 from mutants.relay import (
     ControlNeverMatched,

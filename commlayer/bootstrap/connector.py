@@ -1,0 +1,275 @@
+"""`connect`: from a configuration to a communicator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from commlayer.backend import Endpoint, Transport, World
+from commlayer.bootstrap import at_exit
+from commlayer.bootstrap.rendezvous import Hello, agree, world_of_group, world_of_job
+from commlayer.communicator import Communicator
+from commlayer.config import CommConfig
+from commlayer.device.backend import StreamBackend
+from commlayer.device.side import DeviceSide
+from commlayer.errors import CommError, ErrorKind
+from commlayer.lanes.connection import Connection
+from commlayer.lanes.context import Ahead
+from commlayer.liveness.meeting import Meeting
+from commlayer.observe.observation import Observation
+from commlayer.progress.choose import choose_progress
+from commlayer.progress.ledger import Bounds, Ledger
+from commlayer.progress.operation import Operation
+from commlayer.progress.policies import check_sound
+from commlayer.progress.reaping import ReapingPolicy, reaping_policy
+from commlayer.progress.retention import RetentionPolicy, retention_policy
+from commlayer.progress.runtime import Event, Runtime, ThreadRuntime
+from commlayer.progress.serialized import SerializedEndpoint
+from commlayer.registry import LoadedBackend, Registry, default_registry
+from commlayer.semantics import Order, Poll, PostMayBlock, Semantics, Threads, WaitBlocks
+from commlayer.session import Session
+from commlayer.wire.frame import WIRE_VERSION
+from commlayer.wire.tags import TagMap
+from commlayer.wire.tensors import Limits
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def connect(
+    config: Mapping[str, Any] | CommConfig | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    retention: RetentionPolicy | None = None,
+    reaping: ReapingPolicy | None = None,
+    registry: Registry | None = None,
+) -> Communicator:
+    """Connect the ranks and return their communicator.
+
+    `config` is a `CommConfig`, or a mapping of its keys that is completed from
+    a TOML file and the environment (see `CommConfig.load`).  All ranks call it,
+    each with the same settings; with `group` only the members of that
+    ``torch.distributed`` group do, and ranks are local to it.  `retention` and
+    `reaping` replace the configured policies.
+
+    Blocks until all ranks have called it, for at most ``connect_timeout``
+    seconds.  Raises `CommError`: CONFIG, PLUGIN, UNSUPPORTED, or TIMEOUT naming
+    absent ranks.
+    """
+    if not isinstance(config, CommConfig):
+        config = CommConfig.load(config)
+    registry = registry or default_registry()
+    config = registry.hooks().commlayer_configure(config=config) or config
+    loaded = registry.select(config.backend)
+    world = world_of_job(config, loaded.backend) if group is None else world_of_group(config, group)
+    return connect_world(
+        world, loaded, config, registry=registry, retention=retention, reaping=reaping
+    )
+
+
+def connect_world(
+    world: World,
+    loaded: LoadedBackend,
+    config: CommConfig,
+    *,
+    registry: Registry | None = None,
+    runtime: Runtime | None = None,
+    retention: RetentionPolicy | None = None,
+    reaping: ReapingPolicy | None = None,
+) -> Communicator:
+    """Connect the ranks of `world` over a loaded backend.
+
+    The part of `connect` that is the same for real ranks and simulated ones;
+    `runtime` is what progress runs on.
+    """
+    backend = loaded.backend
+    semantics = backend.semantics
+    simulated = runtime is not None
+    runtime = runtime or ThreadRuntime()
+    registry = registry or default_registry()
+    host = _host(loaded, registry).backend
+    _check_supported(host.semantics, host.name)
+    if host is not backend and semantics.threads is Threads.FUNNELED:
+        raise CommError(
+            ErrorKind.UNSUPPORTED,
+            f"backend {backend.name!r}",
+            "threads = FUNNELED: device operations are posted on the threads that call",
+            "Declare (and prove) a stronger fact in the plugin",
+        )
+    hooks = registry.hooks(loaded)
+    retention = (
+        retention
+        or hooks.commlayer_retention_policy(semantics=semantics, config=config)
+        or retention_policy(config)
+    )
+    reaping = (
+        reaping
+        or hooks.commlayer_reaping_policy(semantics=semantics, config=config)
+        or reaping_policy(config)
+    )
+    check_sound(retention, semantics, backend.name)
+    check_sound(reaping, semantics, backend.name)
+    direct = config.wait_mode == "direct" and host is backend
+    progress = choose_progress(config.progress, host.semantics, runtime, host.name, direct=direct)
+    tags = TagMap(config.channels)
+    serial = _serial(host.semantics)
+    ahead = Ahead(1, 0) if serial else Ahead(config.headers_ahead, config.payloads_ahead)
+    machine, pid = Hello.whereabouts()
+    hello = Hello(
+        wire_version=WIRE_VERSION,
+        backend=backend.name,
+        channels=tags.channels,
+        inline_bytes=config.inline_bytes,
+        allow_pickle=config.allow_pickle,
+        facts=semantics,
+        headers_ahead=ahead.headers,
+        payloads_ahead=ahead.slots,
+        version=_version(),
+        host=machine,
+        pid=pid,
+    )
+    meeting = None if simulated else Meeting(world, config.peer_timeout, config.bind_address)
+    with nullcontext() if meeting is None else meeting:
+        hellos = agree(world, hello, runtime)
+        links = {} if meeting is None else meeting.meet()
+        options = dict(config.options)
+        host_options = options if host is backend else options.pop("host", {})
+        transport = host.open(world, host_options)
+        endpoint = _endpoint(transport, host.semantics, runtime)
+        device: DeviceSide | None = None
+
+        def block(event: Event, timeout: float | None) -> bool:
+            return (progress if device is None else device).block(event, timeout)
+
+        ledger = Ledger(
+            runtime,
+            reaping,
+            Bounds(
+                config.max_inflight_ops,
+                config.max_inflight_bytes,
+                config.on_full,
+                config.full_timeout,
+            ),
+            poll=_poll if host.semantics.p2p.poll is Poll.EXACT else _unknown,
+            block=block,
+            drive=progress.drive,
+            attend=progress.attend,
+        )
+        if isinstance(backend, StreamBackend):
+            device = DeviceSide(
+                backend.open(world, options),
+                semantics,
+                runtime,
+                ledger,
+                progress.block,
+            )
+        connection = Connection(
+            rank=world.rank,
+            size=world.size,
+            endpoint=endpoint,
+            tags=tags,
+            runtime=runtime,
+            ledger=ledger,
+            progress=progress,
+            limits=Limits.from_config(config),
+            inline_bytes=config.inline_bytes,
+            unclaimed=config.unclaimed_messages,
+            serial=serial,
+            ahead=ahead,
+            peers_ahead={
+                rank: Ahead(hello.headers_ahead, hello.payloads_ahead)
+                for rank, hello in hellos.items()
+            },
+            device=device,
+            links=links,
+            peer_timeout=config.peer_timeout,
+        )
+
+        def release() -> None:
+            if device is not None:
+                device.close()
+            endpoint.close()
+            transport.close()
+            at_exit.unwatch(session)
+
+        session = Session(
+            connection=connection,
+            backend=backend.name,
+            semantics=semantics,
+            host_devices=host.semantics.devices,
+            config=config,
+            retention=retention,
+            release=release,
+        )
+        channels: dict[str, Communicator] = {}
+        for name in tags.channels:
+            channels[name] = Communicator(session, name, channels)
+        listeners = hooks.commlayer_event.get_hookimpls()
+        session.observation = Observation(
+            connection,
+            config,
+            backend=backend.name,
+            steps=session.steps,
+            emit=hooks.commlayer_event if listeners else None,
+            monitored=not simulated,
+        )
+        connection.open()
+        session.observation.start()
+        if not simulated:
+            at_exit.watch(session, (transport, endpoint, device))
+        return channels["data"]
+
+
+def _host(loaded: LoadedBackend, registry: Registry) -> LoadedBackend:
+    """The backend that carries headers and host tensors: the backend itself, unless on streams."""
+    if not isinstance(loaded.backend, StreamBackend):
+        return loaded
+    return registry.select(loaded.backend.host)
+
+
+def _check_supported(semantics: Semantics, backend: str) -> None:
+    missing = ""
+    if semantics.p2p.wait_blocks is not WaitBlocks.HOST:
+        missing = "wait_blocks = STREAM needs a StreamBackend, which is paired with a host backend"
+    elif not semantics.tags:
+        missing = "tags = False: lanes need tags that match independently"
+    elif "cpu" not in semantics.devices:
+        missing = "headers travel in host memory, and 'cpu' is not among its devices"
+    if missing:
+        raise CommError(ErrorKind.UNSUPPORTED, f"backend {backend!r}", missing, "")
+
+
+def _serial(semantics: Semantics) -> bool:
+    facts = semantics.p2p
+    return (
+        facts.order is not Order.PER_TAG
+        or facts.max_outstanding_per_pair > 0
+        or facts.post_may_block is not PostMayBlock.NEVER
+        or semantics.threads is Threads.FUNNELED
+    )
+
+
+def _endpoint(transport: Transport, semantics: Semantics, runtime: Runtime) -> Endpoint:
+    endpoint = transport.endpoint("p2p")
+    if semantics.threads is Threads.SERIALIZED:
+        return SerializedEndpoint(endpoint, runtime)
+    return endpoint
+
+
+def _poll(operation: Operation) -> bool:
+    return bool(operation.works) and all(endpoint.poll(work) for endpoint, work in operation.works)
+
+
+def _unknown(operation: Operation) -> bool:
+    return False
+
+
+@functools.cache
+def _version() -> str:
+    try:
+        return version("commlayer")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,9 +1,0 @@
-"""What ``pytest --pyargs commlayer.conformance --commlayer-backend=NAME`` collects."""
-
-from __future__ import annotations
-
-from commlayer.conformance.suite import BackendConformance
-
-
-class TestConformance(BackendConformance):
-    """Every rule, against the backend that the option names."""

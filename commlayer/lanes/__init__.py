@@ -1,0 +1,1 @@
+"""Lanes: what threads do with messages, between this rank and its peers."""

@@ -1,0 +1,115 @@
+"""Receives that were asked for: what they accept and what they yield."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlayer.errors import CommError, ErrorKind
+from commlayer.lanes.receiving import Incoming
+from commlayer.progress.operation import Operation
+from commlayer.wire.frame import Kind, Placement
+from commlayer.wire.tensors import as_bytes, meta_of
+
+_CALLS = {
+    Kind.TENSOR: "a tensor",
+    Kind.OBJECT: "an object",
+    Kind.TENSOR_DICT: "a tensor dict",
+}
+
+
+class MessageClaim:
+    """Asks a lane for the next message, which must be of one kind and of one collective step.
+
+    With `target` (a dense tensor) the message must be a tensor of its dtype and
+    number of elements, and is received into it; without, into new memory.  A
+    `target` on a device comes with the device's `copy`.  `at_most` is the size in
+    bytes that the sender must have declared for the tensor, too.
+    """
+
+    __slots__ = ("_copy", "_kind", "_result", "_step", "_target", "at_most", "operation")
+
+    def __init__(
+        self,
+        operation: Operation,
+        kind: Kind,
+        step: int = -1,
+        target: Tensor | None = None,
+        copy: Callable[[Tensor, Tensor], object] | None = None,
+        at_most: int = -1,
+    ) -> None:
+        self.operation = operation
+        self.at_most = at_most
+        self._kind = kind
+        self._step = step
+        self._result = target
+        self._target = None if target is None else target.detach()
+        self._copy = copy
+
+    def refusal(self, incoming: Incoming) -> CommError | None:
+        if incoming.kind is not self._kind:
+            what = _CALLS.get(incoming.kind, "a message of the library's own")
+            return self._mismatch(f"the peer sent {what}, this rank receives {_CALLS[self._kind]}")
+        if incoming.step != self._step:
+            return self._mismatch(
+                f"the peer is at broadcast {incoming.step} of this channel, this rank at "
+                f"{self._step}"
+            )
+        if incoming.body.at_most != self.at_most:
+            return self._mismatch(
+                f"the peer declared {_size(incoming.body.at_most)}, this rank {_size(self.at_most)}"
+            )
+        size = sum(meta.nbytes for meta in incoming.body.tensors)
+        if self.at_most >= 0 and size > self.at_most:
+            return self._mismatch(f"the peer sent {size} bytes and declared {self.at_most}")
+        if self._target is not None:
+            sent, mine = incoming.body.tensors[0], meta_of(self._target)
+            if sent.dtype != mine.dtype or sent.nbytes != mine.nbytes:
+                return self._mismatch(
+                    f"the peer sent {sent.dtype} of shape {list(sent.shape)}, this rank's tensor "
+                    f"is {mine.dtype} of shape {list(mine.shape)}"
+                )
+            place = incoming.body.placements[0]
+            if place and (place >= Placement.DEVICE) is not (self._copy is not None):
+                where = ("host", "device") if self._copy is not None else ("device", "host")
+                return self._mismatch(
+                    f"the peer sent a tensor in {where[0]} memory, this rank's is in "
+                    f"{where[1]} memory"
+                )
+        return None
+
+    def _mismatch(self, cause: str) -> CommError:
+        return CommError(
+            ErrorKind.PROTOCOL,
+            self.operation.describe(),
+            cause,
+            "Make both ranks call the same operations in the same order; this message is lost, "
+            "later ones are not",
+        )
+
+    def buffer(self, incoming: Incoming, index: int) -> Tensor | None:
+        if self._target is None or not self._target.is_contiguous():
+            return None
+        return as_bytes(self._target)
+
+    def value(self, incoming: Incoming) -> Any:
+        if incoming.parsed is not None:
+            return incoming.parsed.build([t for t in incoming.tensors if t is not None])
+        tensor = incoming.tensors[0]
+        if self._target is None:
+            return tensor
+        if tensor is not None and tensor.numel():
+            copy = self._copy or Tensor.copy_
+            with torch.inference_mode():
+                if self._target.is_contiguous():  # by bytes: torch 2.8 cannot copy every dtype
+                    copy(as_bytes(self._target), as_bytes(tensor))
+                else:
+                    copy(self._target, tensor.view(self._target.shape))
+        return self._result
+
+
+def _size(at_most: int) -> str:
+    return "no size" if at_most < 0 else f"at_most = {at_most}"

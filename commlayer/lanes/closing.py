@@ -1,0 +1,207 @@
+"""How two ranks part: what each still owes the other, and a goodbye on every lane."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from commlayer.errors import CommError, CommTimeout, ErrorKind, connection_with
+from commlayer.lanes.sending import SendLane
+from commlayer.progress.engine import Driven
+from commlayer.progress.operation import Operation
+from commlayer.wire.control import Bye, ByeAck, LaneName, Taken
+from commlayer.wire.tags import CONTROL_LANE
+
+if TYPE_CHECKING:
+    from commlayer.lanes.connection import Connection, Peer
+
+logger = logging.getLogger("commlayer")
+
+
+class Parting:
+    """The closing of a connection, and the answer to a peer that closes.
+
+    Methods may be called from any thread, progress drivers included; `end` once.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._told: set[int] = set()
+        """Ranks that were sent a goodbye."""
+        self._announced: dict[int, set[LaneName]] = {rank: set() for rank in connection.peers}
+        """Lanes on which a rank was told to await one."""
+
+    def heard(self, peer: Peer, message: Bye | ByeAck) -> None:
+        """Act on the goodbye of `peer`, or on its answer to this rank's."""
+        connection = self._connection
+        if isinstance(message, Bye):
+            self._answer(peer, message)
+        self._part(peer, message)
+        connection.parted_from(peer)
+
+    def _answer(self, peer: Peer, message: Bye) -> None:
+        connection = self._connection
+        error = CommError(
+            ErrorKind.CLOSED,
+            connection_with(peer.rank),
+            f"rank {peer.rank} has closed its communicator",
+            "Receive everything before closing, or stop sending before the peer closes",
+        )
+        self._keep(peer, message.sent)
+        with connection.lock:
+            peer.error = peer.error or error
+            lanes = list(peer.sends.items())
+        taken = dict(message.receives)
+        pending = tuple(name for name, lane in lanes if lane.pending and name != CONTROL_LANE)
+        for name, lane in lanes:
+            if name != CONTROL_LANE:
+                lane.fail(error, stuck=False, since=taken.get(name, 0))
+        self._announced[peer.rank].update(pending)
+        connection.post_control(peer, ByeAck(self._open_receives(peer), pending))
+
+    def _keep(self, peer: Peer, sent: Iterable[LaneName]) -> None:
+        """Listen to lanes that hold messages nobody has asked for, unless this rank closes too."""
+        connection = self._connection
+        for name in sent:
+            if connection.closed is not None:
+                return
+            lane = connection.recv_lane_of(peer, name)
+            if connection.closed is not None:
+                lane.sink(connection.closed)
+
+    def _open_receives(self, peer: Peer) -> tuple[Taken, ...]:
+        with self._connection.lock:
+            lanes = list(peer.receives.items())
+        return tuple(
+            (name, lane.taken) for name, lane in lanes if lane.open and name != CONTROL_LANE
+        )
+
+    def _part(self, peer: Peer, message: Bye | ByeAck) -> None:
+        """End every lane with a goodbye where the peer listens, and expect the peer's."""
+        connection = self._connection
+        error = connection.closed or peer.error
+        assert error is not None
+        with connection.lock:
+            sends = list(peer.sends.items())
+            receives = list(peer.receives.items())
+        for name in message.sends:
+            connection.recv_lane_of(peer, name).sink(error)
+        for name, receiving in receives:
+            if name not in message.sends:
+                receiving.expect_goodbye()
+        listening = {name for name, _ in message.receives}
+        listening.update(
+            name
+            for name, lane in sends
+            if not lane.stuck and (lane.pending or name in self._announced[peer.rank])
+        )
+        listening.discard(CONTROL_LANE)
+        for name in listening:
+            self._say_goodbye(connection.send_lane_of(peer, name), error)
+        for name, lane in sends:
+            if name not in listening and name != CONTROL_LANE:
+                lane.finish(None, error)
+        self._say_goodbye(connection.send_lane_of(peer, CONTROL_LANE), error)
+
+    def _say_goodbye(self, lane: SendLane, why: CommError) -> None:
+        try:
+            lane.finish(self._connection.unlisted("goodbye", lane.key), why)
+        except CommError as error:
+            logger.debug("commlayer: no goodbye %s: %s", lane.key, error)
+
+    def end(self, closed: CommError, timeout: float) -> bool:
+        """Drain, part from every peer, and end every lane, within `timeout` seconds.
+
+        True if every lane has ended.  Raises `CommError` (CLOSED) naming what is
+        undelivered, or `CommTimeout` naming peers that did not answer.
+        """
+        connection = self._connection
+        peers, runtime, device = connection.peers.values(), connection.runtime, connection.device
+        deadline = runtime.now() + timeout
+        for peer in peers:
+            for lane in list(peer.sends.values()):
+                if lane.key.name != CONTROL_LANE:
+                    lane.refuse(closed)
+        undelivered = self._drain(deadline - min(1.0, timeout / 4))
+        for peer in peers:
+            self._say_bye(peer, closed)
+        connection.advance()
+        silent = []
+        for peer in peers:
+            if not connection.block(peer.parted, max(0.0, deadline - runtime.now())):
+                silent.append(peer.rank)
+        ended = connection.progress.join(self._lanes(silent), deadline)
+        if device is not None:
+            device.advance()
+            present = {peer.rank for peer in peers if not peer.lost} - set(silent)
+            ended &= device.join(present, deadline)
+            device.stop()
+        connection.progress.stop()
+        if undelivered:
+            raise CommError(
+                ErrorKind.CLOSED,
+                "close",
+                f"{len(undelivered)} sends were not delivered, the oldest is "
+                f"{undelivered[0].describe()}",
+                "See why its receiver did not receive, or give close() a longer timeout",
+            )
+        if silent:
+            raise CommTimeout(
+                "close",
+                f"no answer within {timeout:g} s from rank {', '.join(map(str, silent))}",
+                "The rank is stopped or unreachable; this communicator is closed all the same",
+            )
+        return ended and not self._stuck()
+
+    def _drain(self, deadline: float) -> list[Operation]:
+        """Wait for all pending sends; those undelivered at `deadline`, or when the peer closed."""
+        ledger, runtime = self._connection.ledger, self._connection.runtime
+        pending = ledger.pending_sends()
+        ledger.attend_all()
+        for operation in pending:
+            ledger.wait(operation, max(0.0, deadline - runtime.now()))
+        return [each for each in pending if not each.settled or _refused(each)]
+
+    def _say_bye(self, peer: Peer, closed: CommError) -> None:
+        connection = self._connection
+        with connection.lock:
+            receives = [lane for name, lane in peer.receives.items() if name != CONTROL_LANE]
+            sends = list(peer.sends.items())
+        for receiving in receives:
+            receiving.sink(closed)
+        if peer.error is not None or peer.rank in self._told:
+            return
+        self._told.add(peer.rank)
+        pending = tuple(
+            name for name, lane in sends if lane.pending and not lane.stuck and name != CONTROL_LANE
+        )
+        for name, lane in sends:
+            if name in pending:
+                lane.fail(closed, stuck=False)
+        self._announced[peer.rank].update(pending)
+        sent = tuple(
+            name
+            for name, lane in sends
+            if lane.posted and not lane.stuck and name not in (*pending, CONTROL_LANE)
+        )
+        connection.post_control(peer, Bye(self._open_receives(peer), pending, sent))
+
+    def _lanes(self, silent: Iterable[int]) -> list[Driven]:
+        return [
+            lane
+            for peer in self._connection.peers.values()
+            if not peer.lost and peer.rank not in silent
+            for lane in peer.lanes()
+            if not lane.stuck
+        ]
+
+    def _stuck(self) -> bool:
+        return any(
+            peer.lost or any(lane.stuck for lane in peer.lanes())
+            for peer in self._connection.peers.values()
+        )
+
+
+def _refused(operation: Operation) -> bool:
+    return operation.error is not None and operation.error.kind is ErrorKind.CLOSED

@@ -1,0 +1,157 @@
+"""What is sent: checked and encoded, or refused before anything leaves the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commlayer.device.reach import Memory
+from commlayer.device.side import DeviceSide
+from commlayer.errors import CommError, ErrorKind
+from commlayer.progress.operation import Operation
+from commlayer.progress.retention import RetentionPolicy
+from commlayer.wire.frame import Kind, Placement
+from commlayer.wire.message import Layout, Layouts, Outgoing
+from commlayer.wire.tensors import Limits, as_bytes, sendable
+from commlayer.wire.values import pack
+
+
+class Encoder:
+    """Makes messages of tensors and values.
+
+    With `at_most` a message has exactly one tensor, of at most so many bytes, and
+    always carries that many.  Everything that cannot be sent raises `CommError`
+    (UNSUPPORTED, or CONFIG for a wrong argument).
+    """
+
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        inline_bytes: int,
+        retention: RetentionPolicy,
+        memory: Memory,
+        side: DeviceSide | None,
+    ) -> None:
+        self._limits = limits
+        self._layouts = Layouts(inline_bytes, None if side is None else side.device.holds)
+        self._retention = retention
+        self._memory = memory
+        self._side = side
+
+    def tensor(
+        self, operation: Operation, tensor: Tensor, step: int = -1, at_most: int = -1
+    ) -> Outgoing:
+        """The message of one tensor."""
+        tensors = [sendable(tensor, operation, self._limits)]
+        return self._encode(operation, Kind.TENSOR, tensors, b"", step, at_most)
+
+    def value(
+        self, operation: Operation, kind: Kind, value: Any, step: int = -1, at_most: int = -1
+    ) -> Outgoing:
+        """The message of a value; an equal dict of tensors is not packed a second time."""
+        key = None
+        if kind is Kind.TENSOR_DICT:
+            if at_most < 0:
+                flat = self._layouts.flat(value)
+                if flat.known is not None:
+                    layout, packed = flat.known
+                    return self._message(layout, flat.tensors, packed, step)
+                key = flat.key
+            check_dict(value, operation)
+        packed, tensors = pack(value, self._limits, operation)
+        outgoing = self._encode(operation, kind, tensors, packed, step, at_most)
+        if key is not None:
+            self._layouts.learn(key, outgoing.layout, packed)
+        return outgoing
+
+    def _encode(
+        self,
+        operation: Operation,
+        kind: Kind,
+        tensors: Sequence[Tensor],
+        packed: bytes,
+        step: int,
+        at_most: int,
+    ) -> Outgoing:
+        """The message of `tensors`, which are `sendable`, and a packed value."""
+        self._memory.check_sources(tensors, operation)
+        if at_most >= 0:
+            self._check_declared(tensors, at_most, operation)
+        reserved = at_most >= 0 and self._side is not None
+        layout = self._layouts.place(kind, tensors, at_most, reserved)
+        self._limits.check_size(max(layout.tensor_bytes, at_most), operation)
+        header_bytes = layout.header_bytes + len(packed)
+        if header_bytes > self._limits.max_header_bytes:
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                operation.describe(),
+                f"a header of {header_bytes} bytes exceeds max_header_bytes = "
+                f"{self._limits.max_header_bytes}",
+                "Send fewer tensors at once, or raise the limit on all ranks",
+            )
+        return self._message(layout, tensors, packed, step)
+
+    def _check_declared(
+        self, tensors: Sequence[Tensor], at_most: int, operation: Operation
+    ) -> None:
+        cause = ""
+        if len(tensors) != 1:
+            cause = f"at_most declares the size of one tensor, there are {len(tensors)}"
+        elif tensors[0].nbytes > at_most:
+            cause = f"the tensor has {tensors[0].nbytes} bytes, at_most = {at_most}"
+        elif self._side is not None and not self._memory.on_device(tensors[0]):
+            cause = f"at_most declares a tensor on the device, this is on {tensors[0].device}"
+        if cause:
+            raise CommError(
+                ErrorKind.CONFIG, operation.describe(), cause,
+                "Declare the largest size, on all ranks, for one tensor on the device",
+            )  # fmt: skip
+
+    def _message(
+        self, layout: Layout, tensors: Sequence[Tensor], packed: bytes, step: int
+    ) -> Outgoing:
+        """Leave what is not copied into the header to the retention policy."""
+        reserved = None
+        if layout.apart:
+            places = layout.placements
+            apart = [place >= Placement.MESSAGE for place in places]
+            kept = iter(
+                self._retention.retain(
+                    [tensor for tensor, is_apart in zip(tensors, apart, strict=True) if is_apart]
+                )
+            )
+            tensors = [
+                next(kept) if is_apart else tensor
+                for tensor, is_apart in zip(tensors, apart, strict=True)
+            ]
+            if places[0] == Placement.RESERVED:
+                reserved = self._padded(tensors[0], layout.at_most)
+        return Outgoing(layout, tensors, packed, step, reserved)
+
+    def _padded(self, tensor: Tensor, size: int) -> Tensor:
+        """Device memory of `size` bytes that begins with those of `tensor`."""
+        assert self._side is not None
+        device = self._side.device
+        data = as_bytes(tensor)
+        if data.numel() == size:
+            return data
+        with torch.inference_mode(False):
+            padded = device.empty((size,), torch.uint8)
+        if data.numel():
+            device.copy(padded[: data.numel()], data)
+        return padded
+
+
+def check_dict(value: Any, operation: Operation) -> None:
+    """Raise `CommError` (CONFIG) unless `value` is a dict whose keys are str."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise CommError(
+            ErrorKind.CONFIG,
+            operation.describe(),
+            "a tensor dict is a dict whose keys are str",
+            "Use isend_object for other values",
+        )

@@ -1,0 +1,367 @@
+"""The sending end of a lane: one FIFO of messages to a peer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from commlayer.backend import Endpoint
+from commlayer.errors import CommError
+from commlayer.lanes.context import LaneContext, driver_died, reserved_key
+from commlayer.progress.engine import NativeWork, Pause, Procedure
+from commlayer.progress.operation import LaneKey, Operation
+from commlayer.progress.retention import DeviceHold
+from commlayer.wire.frame import LOOSE, Kind, Placement
+from commlayer.wire.message import Layout, Outgoing, plain
+from commlayer.wire.schemas import SentSchemas
+from commlayer.wire.tags import TagMap
+from commlayer.wire.tensors import meta_of
+
+_LINGER = 0.01
+"""Seconds that completed sends of which nobody asks may stay unnoticed."""
+_LINGERS = 5
+"""A lane without sends looks again so often, each time after twice as long, before it has to be
+woken."""
+
+
+class _Posted(NamedTuple):
+    """A message on its way: what is still to be completed, and what must live until then.
+
+    `entries` are native works, or on serial lanes what is still to be posted.
+    """
+
+    operation: Operation
+    entries: deque[Any]
+    messages: Sequence[tuple[Tensor, int]]
+
+
+class SendLane:
+    """Posts messages to one peer and completes them in order.
+
+    `post` may be called from any thread; the order of what several threads
+    post is theirs to fix.  No lock is held over a native call: of several
+    threads one posts for all.
+
+    The driver is woken for operations that somebody waits for (`attend`), and
+    otherwise looks after what was posted every now and then: a wake-up costs
+    more than a send.
+    """
+
+    def __init__(self, context: LaneContext, endpoint: Endpoint, key: LaneKey, tag: int) -> None:
+        self.key = key
+        self.name = f"send {key}"
+        self._context = context
+        self._endpoint = endpoint
+        self._tag = tag
+        self._ahead = context.peers_ahead[key.peer].on(key)
+        self._schemas = SentSchemas(self._ahead.slots)
+        self._linger = _LINGER if context.progress.lingers and not context.serial else 0.0
+        self._lock = context.runtime.lock()
+        self._turn = context.runtime.lock()
+        self._wake = context.runtime.event()
+        self._outbox: deque[_Posted] = deque()
+        self._posting = False
+        self._queue: deque[_Posted] = deque()
+        self._stranded: list[Any] = []
+        self._on_device: list[Operation] = []
+        self._current: Operation | None = None
+        self._sequence = 0
+        self._attended = -1
+        self._idle = True
+        self._reserved = 0
+        self._started = False
+        self._finishing = False
+        self._error: CommError | None = None
+        self.stuck = False
+        """Whether the lane was given up with operations inside the transport."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether native operations of this lane are outstanding."""
+        return (
+            self._current is not None
+            or bool(self._queue)
+            or bool(self._outbox)
+            or not all(operation.device_done for operation in list(self._on_device))
+        )
+
+    @property
+    def posted(self) -> int:
+        """How many messages were posted."""
+        return self._sequence
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a native work that `steps` yields should be waited for at once."""
+        return True
+
+    def post(self, operation: Operation, outgoing: Outgoing) -> None:
+        """Post `outgoing`; `operation` completes when the transport has let go of its buffers.
+
+        Raises the lane's error if it has failed, and what posting raises.
+        """
+        operation.driven = self
+        if self._context.device is None:
+            self._post_host(operation, outgoing)
+            return
+        with self._turn:
+            self._post_host(operation, outgoing)
+            self._post_device(operation, outgoing)
+
+    def _post_host(self, operation: Operation, outgoing: Outgoing) -> None:
+        with self._lock:
+            if self._error is not None:
+                raise self._error.again()
+            mine = self._enqueue(operation, self._messages(outgoing))
+            if outgoing.device_payload:
+                self._expect_device(operation, outgoing)
+        if mine:
+            self._post_outbox(operation)
+
+    def _messages(self, outgoing: Outgoing) -> list[tuple[Tensor, int]]:
+        """The native messages of `outgoing` in order, each with its tag."""
+        stamp = self._schemas.stamp(outgoing.layout, outgoing.value)
+        head, body = outgoing.head(
+            self._sequence, stamp.schema, named=stamp.named, value=stamp.value, slot=stamp.slot
+        )
+        messages = [(head, self._tag)]
+        if body is not None:
+            messages.append((body, TagMap.payload(self._tag, LOOSE)))
+        if outgoing.payload:
+            tag = TagMap.payload(self._tag, stamp.slot)
+            messages.extend(_fillers(stamp.fillers, tag))
+            messages.extend((payload, tag) for payload in outgoing.payload)
+        return messages
+
+    def _enqueue(self, operation: Operation, messages: list[tuple[Tensor, int]]) -> bool:
+        """Give the message its number and its place; whether the caller is to post the outbox.
+
+        False if another thread is doing so.  Called under the lock.
+        """
+        operation.sequence = self._sequence
+        self._sequence += 1
+        operation.retained = messages
+        self._outbox.append(_Posted(operation, deque(), messages))
+        mine = not self._posting
+        self._posting = True
+        return mine
+
+    def _post_outbox(self, mine: Operation) -> None:
+        """Post what is in the outbox.  Raises where `mine` cannot be posted."""
+        while True:
+            posted = self._outbox[0]
+            failure = self._post_native(posted)
+            with self._lock:
+                self._outbox.popleft()
+                if failure is None:
+                    self._queue.append(posted)
+                more = failure is None and bool(self._outbox) and not self.stuck
+                self._posting = more
+            if failure is not None:
+                self._post_failed(posted, failure, mine)
+                return
+            if not more:
+                break
+        if self._idle or not self._linger:
+            self._wake.set()
+        if not self._started:
+            with self._lock:
+                start, self._started = not self._started, True
+            if start:
+                self._context.progress.start(self)
+
+    def _post_native(self, posted: _Posted) -> BaseException | None:
+        if self._context.serial:
+            posted.entries.extend(posted.messages)
+            return None
+        works, peer, isend = posted.entries, self.key.peer, self._endpoint.isend
+        try:
+            for message, tag in posted.messages:
+                works.append(isend(message, peer, tag))
+        except BaseException as error:
+            self._stranded.append(posted)
+            return error
+        posted.operation.works = [(self._endpoint, work) for work in works]
+        return None
+
+    def _post_failed(self, posted: _Posted, failure: BaseException, mine: Operation) -> None:
+        cause = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
+        error = self._context.peer_failed(self.key.peer, cause)
+        if posted.operation is not mine:
+            self._context.ledger.fail(posted.operation, error, quarantine=True)
+        elif isinstance(failure, Exception):
+            raise error from failure
+        if not isinstance(failure, Exception):
+            raise failure
+
+    def _expect_device(self, operation: Operation, outgoing: Outgoing) -> None:
+        """Note that a part of `operation` is on the device.  Called under the lock."""
+        operation.parts = 2
+        operation.host_payload = bool(outgoing.payload)
+        if operation.device_hold is not DeviceHold.POST:
+            operation.device_buffers = outgoing.device_payload
+        self._on_device = [o for o in self._on_device if not o.device_done]
+        self._on_device.append(operation)
+
+    def _post_device(self, operation: Operation, outgoing: Outgoing) -> None:
+        device = self._context.device
+        assert device is not None
+        if not outgoing.device_payload or operation.settled:
+            return
+        operation.works = ()
+        try:
+            with device.lock:
+                key = self.key
+                if outgoing.reserved:
+                    key = reserved_key(key)
+                    self._reserved = outgoing.device_payload[0].numel()
+                device.lane(key, self._device_failed).send(operation, outgoing.device_payload)
+        except Exception as error:
+            self._stranded.append((operation, outgoing))
+            raise self._context.peer_failed(self.key.peer, error) from error
+
+    def advance(self) -> None:
+        """Post the last reserved payload, for a receive that the peer has posted ahead.
+
+        Called under the device's lock.
+        """
+        device = self._context.device
+        assert device is not None
+        with torch.inference_mode(False):
+            padding = device.device.empty((self._reserved,), torch.uint8)
+        operation = Operation("last payload", self.key, 0, self._context.runtime.now())
+        operation.device_buffers = (padding,)
+        device.lane(reserved_key(self.key), self._device_failed).send(operation, (padding,))
+
+    def post_failed(self, error: Exception) -> None:
+        self._context.peer_failed(self.key.peer, error)
+
+    def _device_failed(self, error: Exception) -> None:
+        self._context.peer_failed(self.key.peer, error)
+
+    def attend(self, operation: Operation) -> None:
+        """Complete `operation`, and whatever else is posted by now, as soon as it can be.
+
+        All of them, because one wake-up then serves whoever waits for the next.
+        """
+        if operation.sequence > self._attended:
+            self._attended = self._sequence - 1
+
+    def hurry(self) -> None:
+        """Have the driver look at what is to be attended."""
+        self._wake.set()
+
+    def steps(self) -> Procedure:
+        quiet = 0
+        while True:
+            while not self._queue:
+                if self._finishing and not self._outbox:
+                    return
+                self._wake.clear()
+                self._idle = not self._linger or quiet >= _LINGERS
+                if not self._queue and (self._outbox or not self._finishing):
+                    yield self._wake if self._idle else Pause(self._wake, self._linger * 2**quiet)
+                    quiet += 1
+            quiet = 0
+            self._idle = False
+            if self._unattended():
+                self._wake.clear()
+                if self._unattended():
+                    yield Pause(self._wake, self._linger)
+                if self._unattended():
+                    self._attended = self._sequence - 1
+            posted = self._queue.popleft()
+            self._current = posted.operation
+            try:
+                while posted.entries:
+                    entry = posted.entries.popleft()
+                    if self._context.serial:
+                        message, tag = entry
+                        entry = self._endpoint.isend(message, self.key.peer, tag)
+                        del message
+                    step = NativeWork(self._endpoint, entry)
+                    del entry
+                    yield step
+                    del step
+            except Exception as error:
+                self._context.peer_failed(self.key.peer, error)
+                return
+            self._current = None
+            operation = posted.operation
+            del posted
+            self._context.ledger.complete(operation)
+            del operation
+            yield None
+
+    def _unattended(self) -> bool:
+        """Whether nobody asks for the oldest send."""
+        return (
+            self._linger > 0
+            and not self._finishing
+            and self._queue[0].operation.sequence > self._attended
+        )
+
+    def fail(self, error: CommError, *, stuck: bool, since: int = 0) -> None:
+        """Fail every pending operation of sequence number `since` on, and every later post.
+
+        The transport keeps what it has: the lane holds the buffers until the
+        native operations end.  `stuck` says that they may never do so.
+        """
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            current = self._current
+            pending = [current] if current is not None else []
+            pending += [posted.operation for posted in (*self._queue, *self._outbox)]
+            pending += [o for o in self._on_device if not o.device_done and o not in pending]
+            pending = [operation for operation in pending if operation.sequence >= since]
+            self.stuck |= stuck and bool(pending)
+        for operation in pending:
+            self._context.ledger.fail(operation, error.again(), quarantine=True)
+        self._attended = self._sequence - 1
+        self._wake.set()
+
+    def refuse(self, error: CommError) -> None:
+        """Fail every later post with `error`; what is posted goes on."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+
+    def finish(self, goodbye: Operation | None, error: CommError) -> None:
+        """Refuse every later post with `error`; with `goodbye`, tell the peer's lane so first."""
+        with self._lock:
+            if self._finishing:
+                return
+            self._error = self._error or error
+            mine = goodbye is not None and self._enqueue(goodbye, self._goodbye())
+            self._finishing = True
+        if mine and goodbye is not None:
+            self._post_outbox(goodbye)
+        self._wake.set()
+
+    def _goodbye(self) -> list[tuple[Tensor, int]]:
+        """The last message, and fillers for everything that the peer has posted ahead."""
+        outgoing = plain(Kind.GOODBYE)
+        device = self._context.device
+        if device is not None and self._reserved:
+            device.postpone(self)
+            nothing = torch.empty(0, dtype=torch.uint8)
+            place = bytes([Placement.RESERVED])
+            layout = Layout(Kind.GOODBYE, (meta_of(nothing),), place, 0, self._reserved)
+            outgoing = Outgoing(layout, (nothing,), b"")
+        head, _ = outgoing.head(self._sequence, slot=0)
+        messages = [(head, self._tag), *_fillers(self._ahead.headers - 1, self._tag)]
+        for slot, count in self._schemas.in_use():
+            messages.extend(_fillers(count, TagMap.payload(self._tag, slot)))
+        return messages
+
+    def abandon(self, error: BaseException) -> None:
+        self.fail(driver_died(self.name, error), stuck=True)
+
+
+def _fillers(count: int, tag: int) -> list[tuple[Tensor, int]]:
+    return [(torch.zeros(1, dtype=torch.uint8, device="cpu"), tag) for _ in range(count)]

@@ -1,0 +1,1 @@
+"""Operations from post to release: ledger, policies, and the engines that drive lanes."""

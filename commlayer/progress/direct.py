@@ -1,0 +1,198 @@
+"""Lanes that are moved by whoever waits for them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from commlayer.progress.engine import Lane, NativeWork, Pause
+from commlayer.progress.operation import Operation
+from commlayer.progress.runtime import Runtime
+from commlayer.progress.waiter import Waiter, WaiterProgress
+
+_TICK = 0.002
+"""Seconds after which a lane that is wanted and that nobody moves is moved in the background."""
+_LONGEST_TICK = 0.05
+_QUIET_TICKS = 8
+"""A lane that nobody wants is looked at so often, each time after twice as long, before it has to
+be woken."""
+
+
+class _SharedWaiter(Waiter):
+    """Moves one lane on the thread that waits for it, or on a task of its own if nobody does.
+
+    One thread has the lane at a time.  Others that want it follow: when it is
+    let go, the first of them is woken to take it.
+    """
+
+    def __init__(self, lane: Lane, runtime: Runtime) -> None:
+        super().__init__(lane)
+        self._lock = runtime.lock()
+        self._nudge = runtime.event()
+        self._followers: deque[Operation] = deque()
+        self._taken = False
+        self._idle = False
+        self._urgent = False
+        self._moves = 0
+
+    def nudge(self) -> None:
+        """Wake the task if it waits for the lane to become wanted."""
+        if self._idle:
+            self._nudge.set()
+
+    def hurry(self) -> None:
+        """Have the task move the lane now."""
+        self._urgent = True
+        self._nudge.set()
+
+    def move(self, operation: Operation) -> bool:
+        """Move the lane until `operation` is settled; False if it is to be waited for instead."""
+        while not operation.settled:
+            if not self._take(operation):
+                return False
+            try:
+                parked = self._move_until(operation)
+            except BaseException as interrupt:
+                self._die(interrupt)
+                raise
+            finally:
+                self._let_go()
+            if parked or self.ended:
+                self._nudge.set()
+                return operation.settled
+        return True
+
+    def _take(self, follower: Operation | None = None) -> bool:
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                return True
+            if follower is not None:
+                self._followers.append(follower)
+            return False
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._taken = False
+            while self._followers and self._followers[0].settled:
+                self._followers.popleft()
+            follower = self._followers.popleft() if self._followers else None
+        if follower is None:
+            return
+        if follower.event is not None:
+            follower.event.set()
+        else:
+            self.hurry()
+
+    def _move_until(self, operation: Operation) -> bool:
+        """True where the lane waits for an event that is not set."""
+        while not operation.settled and not self.ended:
+            step = self._step
+            if step is None or type(step) is NativeWork:
+                del step
+                self._moves += 1
+                self._advance()
+            elif type(step) is Pause or step.is_set():  # type: ignore[union-attr]
+                self._step = None
+                self._resume()
+            else:
+                return True
+        return False
+
+    def _run(self) -> None:
+        pause, quiet = _TICK, 0
+        self._move_if_free()
+        while not self.ended:
+            step = self._step
+            if step is not None and type(step) is not NativeWork:
+                if type(step) is Pause:
+                    step.event.wait(step.seconds)
+                else:
+                    step.wait()  # type: ignore[union-attr]
+                if not self._move_if_free(step):
+                    self._nudge.wait(_TICK)
+                continue
+            del step
+            if not (self._lane.wanted or self._urgent):
+                self._move_if_free()
+                self._idle = quiet > 1
+                if not (self._idle and self._lane.wanted):
+                    self._nudge.wait(None if quiet > _QUIET_TICKS else _TICK * 2**quiet)
+                self._idle = False
+                self._nudge.clear()
+                quiet += 1
+                continue
+            quiet, moves = 0, self._moves
+            if not self._urgent:
+                self._nudge.wait(pause)
+            self._nudge.clear()
+            if not self._urgent and self._moves != moves:
+                pause = _TICK
+                continue
+            self._urgent = False
+            moved = self._move_if_free(wanted=True)
+            pause = _TICK if moved else min(2 * pause, _LONGEST_TICK)
+
+    def _move_if_free(self, woken: object = None, *, wanted: bool = False) -> bool:
+        """Let the lane go on to what it waits for next; False if somebody else has it.
+
+        `woken` is a step that is over.  With `wanted` its native works are waited
+        for, too, as long as the lane is wanted.
+        """
+        if not self._take():
+            return False
+        try:
+            if woken is not None and self._step is woken:
+                self._step = None
+                del woken
+                self._resume()
+            while not self.ended:
+                if self._step is None or (
+                    wanted and type(self._step) is NativeWork and self._lane.wanted
+                ):
+                    self._advance()
+                else:
+                    break
+        finally:
+            self._let_go()
+        return True
+
+
+class DirectProgress(WaiterProgress):
+    """As `WaiterProgress`, and an untimed wait enters the native wait itself.
+
+    That saves the hop to another thread and back.  The thread that waits cannot
+    be interrupted inside the native wait (an interrupt that arrives there ends
+    the lane), and does not learn of a lost peer before the transport does.  What
+    nobody waits for without a limit is moved in the background, a few
+    milliseconds later than by `WaiterProgress`.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        super().__init__(runtime)
+        self._waiters: dict[str, _SharedWaiter] = {}
+
+    def start(self, lane: Lane) -> None:
+        waiter = self._waiters[lane.name] = _SharedWaiter(lane, self._runtime)
+        self._spawn(lane, waiter.run)
+
+    def nudge(self, lane: Lane) -> None:
+        waiter = self._waiters.get(lane.name)
+        if waiter is not None:
+            waiter.nudge()
+
+    def attend(self, operation: Operation) -> None:
+        super().attend(operation)
+        waiter = self._waiter(operation)
+        if waiter is not None:
+            waiter.hurry()
+
+    def drive(self, operation: Operation) -> bool:
+        waiter = self._waiter(operation)
+        if waiter is None:
+            return False
+        assert operation.driven is not None
+        operation.driven.attend(operation)
+        return waiter.move(operation)
+
+    def _waiter(self, operation: Operation) -> _SharedWaiter | None:
+        return None if operation.driven is None else self._waiters.get(operation.driven.name)

@@ -1,0 +1,424 @@
+"""All operations in flight, bounded."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from commlayer.errors import CommError, ErrorKind
+from commlayer.progress.operation import LaneKey, Operation
+from commlayer.progress.reaping import PollWorks, ReapingPolicy
+from commlayer.progress.retention import DeviceHold
+from commlayer.progress.runtime import Event, Runtime
+
+logger = logging.getLogger("commlayer")
+
+
+class Observer(Protocol):
+    """Is told what becomes of operations.
+
+    Called on whatever thread it happens, all but `matched` and `waited` under the ledger's
+    lock: it must be quick, must not raise, and must not call back into the ledger.  An
+    operation is settled before it is released, unless the reaping policy goes by
+    other signs; one that could not be posted is released and never settled.
+    """
+
+    def posted(self, operation: Operation) -> None:
+        """It was entered; its native operations follow."""
+        ...
+
+    def matched(self, operation: Operation) -> None:
+        """A receive whose header is here: `sequence` is known, payload may still be on its way."""
+        ...
+
+    def settled(self, operation: Operation) -> None:
+        """It is over, well or not: `error` says."""
+        ...
+
+    def released(self, operation: Operation) -> None:
+        """Its buffers were let go of."""
+        ...
+
+    def waited(self, operation: Operation, since: float) -> None:
+        """A thread has blocked for it since then, and no longer does."""
+        ...
+
+
+Block = Callable[[Event, "float | None"], bool]
+"""Waits for an event while whatever drives the lanes goes on; False when the time is up."""
+
+
+class OperationView(msgspec.Struct, frozen=True):
+    """What a snapshot says of one operation.  `age` is in seconds since the post."""
+
+    kind: str
+    channel: str
+    peer: int
+    direction: str
+    tag: str
+    sequence: int
+    nbytes: int
+    age: float
+    state: Literal["pending", "complete", "failed"]
+    site: str | None
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The ledger at one moment.
+
+    `operations` are all that are not yet released, oldest first per lane.
+    `sends` and `bytes` are what the bounds count; the peaks are the largest
+    values since the communicator was made.  `quarantined` are operations that
+    were given up while the transport still holds their buffers.
+    """
+
+    operations: tuple[OperationView, ...]
+    sends: int
+    bytes: int
+    peak_sends: int
+    peak_bytes: int
+    quarantined: tuple[OperationView, ...]
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    """How much may be in flight, and what happens at the bound.  Bytes and seconds."""
+
+    operations: int
+    bytes: int
+    on_full: Literal["wait", "raise"]
+    timeout: float
+
+
+class Ledger:
+    """Holds every operation from post to release.
+
+    Sends are admitted under the bounds; receives are listed but not counted.
+    All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        reaping: ReapingPolicy,
+        bounds: Bounds,
+        poll: PollWorks,
+        block: Block,
+        drive: Callable[[Operation], bool] = lambda operation: False,
+        attend: Callable[[Operation], None] = lambda operation: None,
+    ) -> None:
+        """`drive` and `attend` are those of the progress engine."""
+        self._runtime = runtime
+        self._reaping = reaping
+        self._bounds = bounds
+        self._poll = poll
+        self._block = block
+        self._drive = drive
+        self._attend = attend
+        self._lock = runtime.lock()
+        self._lanes: dict[LaneKey, deque[Operation]] = {}
+        self._quarantine: dict[int, Operation] = {}
+        self._sends = 0
+        self._bytes = 0
+        self._peak_sends = 0
+        self._peak_bytes = 0
+        self._released = runtime.event()
+        self._waiters = 0
+        self.observer: Observer | None = None
+        """Told of every operation; set before the first is entered."""
+
+    def admit(self, operation: Operation, *, exempt: bool = False) -> None:
+        """Enter `operation`, waiting for room if it is a send and the bound is reached.
+
+        An empty lane admits one send of any size, and `exempt` sends are always
+        admitted.  Raises `CommError` (FULL) naming the oldest send, at once or
+        after the bounds' timeout.
+        """
+        if not self._try_admit(operation, exempt):
+            self._wait_for_room(operation)
+
+    def _try_admit(self, operation: Operation, exempt: bool) -> bool:
+        with self._lock:
+            if not self._reaping.background:
+                self._reap_all()
+            lane = self._lanes.get(operation.lane)
+            if lane is None:
+                lane = self._lanes[operation.lane] = deque()
+            if operation.lane.direction == "send":
+                if not (exempt or not lane or self._has_room(operation.nbytes)):
+                    return False
+                self._sends += 1
+                self._bytes += operation.nbytes
+                self._peak_sends = max(self._peak_sends, self._sends)
+                self._peak_bytes = max(self._peak_bytes, self._bytes)
+            lane.append(operation)
+            if self.observer is not None:
+                self.observer.posted(operation)
+            return True
+
+    def _has_room(self, nbytes: int) -> bool:
+        bounds = self._bounds
+        return self._sends < bounds.operations and self._bytes + nbytes <= bounds.bytes
+
+    def _wait_for_room(self, operation: Operation) -> None:
+        if self._bounds.on_full == "raise":
+            raise self._full(operation)
+        deadline = self._runtime.now() + self._bounds.timeout
+        self._waiters += 1
+        try:
+            while True:
+                self._released.clear()
+                self.attend_all()
+                if self._try_admit(operation, exempt=False):
+                    return
+                remaining = deadline - self._runtime.now()
+                if remaining <= 0 or not self._block(self._released, remaining):
+                    if self._try_admit(operation, exempt=False):
+                        return
+                    raise self._full(operation)
+        finally:
+            self._waiters -= 1
+            if self._waiters:
+                self._released.set()
+
+    def attend_all(self) -> None:
+        """Have the driver of every lane of sends look at what has completed."""
+        with self._lock:
+            last = [
+                lane[-1] for key, lane in self._lanes.items() if key.direction == "send" and lane
+            ]
+        for operation in last:
+            self._attend(operation)
+
+    def _full(self, operation: Operation) -> CommError:
+        with self._lock:
+            sends = [o for lane in self._lanes.values() for o in lane if o.lane.direction == "send"]
+            held = f"{self._sends} sends and {self._bytes} bytes are in flight"
+        oldest = min(sends, key=lambda o: o.posted_at, default=None)
+        age = f", for {self._runtime.now() - oldest.posted_at:.1f} s" if oldest else ""
+        cause = f"{held}; the oldest is {oldest.describe()}{age}" if oldest else held
+        return CommError(
+            ErrorKind.FULL,
+            operation.describe(),
+            cause,
+            "See why its receiver does not receive, or raise max_inflight_ops, "
+            "max_inflight_bytes or full_timeout",
+        )
+
+    def complete(self, operation: Operation, value: Any = None) -> bool:
+        """Settle as complete, if no other part of it is pending.  False if already settled.
+
+        `value` is what a receive yields.
+
+        A send whose source was overwritten in flight, where that is checked,
+        settles as failed (LIFETIME) instead.
+        """
+        fingerprint = operation.fingerprint
+        if fingerprint is not None and fingerprint.changed():
+            return self._settle(operation, None, _overwritten(operation), ends=True)
+        return self._settle(operation, value, None, ends=True)
+
+    def complete_device_part(self, operation: Operation, value: Any = None) -> None:
+        """As `complete`, for the part on the device."""
+        operation.device_done = True
+        if operation.device_hold is DeviceHold.EVENT:
+            operation.device_buffers = ()
+        self.complete(operation, value)
+
+    def fail(self, operation: Operation, error: CommError, *, quarantine: bool = False) -> bool:
+        """Settle as failed.  False if already settled.
+
+        `quarantine` lists it as given up while the transport still holds its
+        buffers, until all its parts are complete.
+        """
+        return self._settle(operation, None, error, quarantine)
+
+    def _settle(
+        self,
+        operation: Operation,
+        value: Any,
+        error: CommError | None,
+        quarantine: bool = False,
+        *,
+        ends: bool = False,
+    ) -> bool:
+        """`ends` says that a part of the operation has left the transport."""
+        with self._lock:
+            operation.parts -= ends
+            if operation.settled:
+                if operation.parts <= 0:
+                    self._quarantine.pop(id(operation), None)
+                return False
+            if operation.parts and error is None:
+                if self._reaping.background:
+                    self._reap(operation.lane)
+                return True
+            operation.value = value
+            operation.error = error
+            operation.settled = True
+            if self.observer is not None:
+                self.observer.settled(operation)
+            if quarantine:
+                self._quarantine[id(operation)] = operation
+            if self._reaping.background:
+                self._reap(operation.lane)
+            else:
+                self._notify()
+        event = operation.event
+        if event is not None:
+            event.set()
+        if operation.notify is not None:
+            operation.notify()
+        return True
+
+    def wait(self, operation: Operation, timeout: float | None) -> bool:
+        """Block until `operation` is settled; False when `timeout` seconds have passed."""
+        if not operation.settled:
+            operation.awaited = True
+            observer = self.observer
+            since = 0.0 if observer is None else self._runtime.now()
+            if not (timeout is None and self._drive(operation)):
+                self._wait_for_event(operation, timeout)
+            if observer is not None:
+                observer.waited(operation, since)
+        if not self._reaping.background:
+            self.reap()
+        return operation.settled
+
+    def _wait_for_event(self, operation: Operation, timeout: float | None) -> None:
+        if timeout is not None:
+            self._attend(operation)
+        event = operation.event
+        if event is None:
+            with self._lock:
+                if operation.event is None:
+                    operation.event = self._runtime.event()
+                event = operation.event
+        while not operation.settled:
+            if not self._block(event, timeout) or operation.settled or timeout is not None:
+                return
+            event.clear()
+            if not operation.settled and self._drive(operation):
+                return
+
+    def reap(self) -> None:
+        """Release everything that the policy allows to be released."""
+        with self._lock:
+            self._reap_all()
+
+    def remove(self, operation: Operation) -> None:
+        """Take back an operation that was entered and then not posted."""
+        with self._lock:
+            self._lanes[operation.lane].remove(operation)
+            operation.settled = True
+            self._release(operation)
+            self._notify()
+
+    def _reap_all(self) -> None:
+        for key in list(self._lanes):
+            self._reap(key)
+
+    def _reap(self, key: LaneKey) -> None:
+        lane = self._lanes.get(key)
+        if not lane:
+            return
+        try:
+            count = self._reaping.reapable(lane, self._poll)
+        except Exception:
+            logger.exception("commlayer: reaping policy %r", self._reaping.name)
+            return
+        for _ in range(count):
+            self._release(lane.popleft())
+        if count:
+            self._notify()
+
+    def _release(self, operation: Operation) -> None:
+        operation.retained = ()
+        operation.device_buffers = ()
+        operation.works = ()
+        operation.stream_work = None
+        operation.fingerprint = None
+        if operation.lane.direction == "send":
+            self._sends -= 1
+            self._bytes -= operation.nbytes
+        if self.observer is not None:
+            self.observer.released(operation)
+
+    def matched(self, operation: Operation) -> None:
+        """Note that the header of a receive is here."""
+        if self.observer is not None:
+            self.observer.matched(operation)
+
+    def _notify(self) -> None:
+        if self._waiters:
+            self._released.set()
+
+    def pending(self) -> list[Operation]:
+        """Operations that are not settled, oldest first per lane."""
+        with self._lock:
+            return [o for lane in self._lanes.values() for o in lane if not o.settled]
+
+    @property
+    def held_up(self) -> int:
+        """How many threads wait for room under the bounds."""
+        return self._waiters
+
+    def pending_sends(self) -> list[Operation]:
+        """Sends that are not settled, oldest first."""
+        with self._lock:
+            pending = [
+                operation
+                for lane in self._lanes.values()
+                for operation in lane
+                if operation.lane.direction == "send" and not operation.settled
+            ]
+        return sorted(pending, key=lambda operation: operation.posted_at)
+
+    def snapshot(self) -> Snapshot:
+        """Everything in flight, as immutable values."""
+        now = self._runtime.now()
+        with self._lock:
+            if self._reaping.background:
+                self._reap_all()
+            return Snapshot(
+                operations=tuple(
+                    _view(operation, now) for lane in self._lanes.values() for operation in lane
+                ),
+                sends=self._sends,
+                bytes=self._bytes,
+                peak_sends=self._peak_sends,
+                peak_bytes=self._peak_bytes,
+                quarantined=tuple(_view(operation, now) for operation in self._quarantine.values()),
+            )
+
+
+def _overwritten(operation: Operation) -> CommError:
+    return CommError(
+        ErrorKind.LIFETIME,
+        operation.describe(),
+        "a source tensor was overwritten while the send was in flight; the peer may have got "
+        "either value",
+        "Wait for the handle before the source is written again, or use retention = 'copy_on_post'",
+    )
+
+
+def _view(operation: Operation, now: float) -> OperationView:
+    if not operation.settled:
+        state: Literal["pending", "complete", "failed"] = "pending"
+    else:
+        state = "failed" if operation.error is not None else "complete"
+    return OperationView(
+        kind=operation.kind,
+        channel=operation.lane.channel,
+        peer=operation.lane.peer,
+        direction=operation.lane.direction,
+        tag=operation.lane.tag,
+        sequence=operation.sequence,
+        nbytes=operation.nbytes,
+        age=now - operation.posted_at,
+        state=state,
+        site=operation.site,
+    )

@@ -1,0 +1,148 @@
+"""One operation from post to completion, and where it stands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from commlayer.errors import CommError, Subject
+from commlayer.progress.retention import DeviceHold
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from commlayer.progress.engine import Lane
+    from commlayer.progress.lifetime import Fingerprint
+    from commlayer.progress.runtime import Event
+
+
+class LaneKey(NamedTuple):
+    """What names a lane: one FIFO of operations that complete in order."""
+
+    channel: str
+    peer: int
+    direction: str
+    """``"send"`` or ``"recv"``."""
+    tag: str
+    """The caller's tag, or the reserved name of a tag of the library's own."""
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Channel and tag: what both ends call the lane."""
+        return self.channel, self.tag
+
+    def __str__(self) -> str:
+        way = "to" if self.direction == "send" else "from"
+        return f"{way} rank {self.peer} (channel {self.channel}, tag {self.tag})"
+
+
+class Operation:
+    """The record of one send or receive.
+
+    The ledger settles it once, with a value or an error.  `retained` and `works` are the
+    buffers and native works that must stay alive until then.  Settling may
+    happen on any thread; reading the flags needs no lock.
+
+    An operation with a part on a device is complete when all its `parts` are.
+    `device_buffers` are what that part sends, held as long as `device_hold` says;
+    `device_done` tells that it has ended.  `stream_work` is what a stream can wait
+    for in place of the host: the posted device part of an operation without
+    `host_payload`.  A receive into the caller's memory must come `after` an event;
+    `received` is the memory to be recorded on every stream that waits.  `notify`
+    is called when the operation is settled, for waits that look at more than that.
+
+    `step` counts the broadcasts of a channel; -1 for anything else.  `awaited` says
+    that a thread blocks for it, or has done so.
+    """
+
+    __slots__ = (
+        "after",
+        "awaited",
+        "device_buffers",
+        "device_done",
+        "device_hold",
+        "driven",
+        "error",
+        "event",
+        "fingerprint",
+        "host_payload",
+        "kind",
+        "lane",
+        "nbytes",
+        "notify",
+        "parts",
+        "posted_at",
+        "received",
+        "retained",
+        "sequence",
+        "settled",
+        "site",
+        "step",
+        "stream_work",
+        "value",
+        "works",
+    )
+
+    def __init__(
+        self, kind: str, lane: LaneKey, nbytes: int, posted_at: float, site: str | None = None
+    ) -> None:
+        self.kind = kind
+        self.lane = lane
+        self.nbytes = nbytes
+        self.posted_at = posted_at
+        self.site = site
+        self.sequence = -1
+        self.step = -1
+        self.awaited = False
+        self.retained: Sequence[Any] = ()
+        self.fingerprint: Fingerprint | None = None
+        self.settled = False
+        self.error: CommError | None = None
+        self.value: Any = None
+        self.event: Event | None = None
+        self.works: Sequence[Any] = ()
+        self.parts = 1
+        self.notify: Callable[[], None] | None = None
+        self.stream_work: Any = None
+        self.host_payload = False
+        self.device_hold = DeviceHold.COMPLETION
+        self.device_buffers: Sequence[Any] = ()
+        self.device_done = False
+        self.after: Any = None
+        self.received: Sequence[Any] = ()
+        self.driven: Lane | None = None
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self) -> str:
+        """The operation in words, as errors and reports print it."""
+        parts = [f"channel {self.lane.channel}", f"tag {self.lane.tag}"]
+        if self.sequence >= 0:
+            parts.append(f"sequence {self.sequence}")
+        if self.nbytes:
+            parts.append(f"{self.nbytes} bytes")
+        if self.site:
+            parts.append(f"posted at {self.site}")
+        way = "to" if self.lane.direction == "send" else "from"
+        return Subject.of(
+            f"{self.kind} {way} rank {self.lane.peer} ({', '.join(parts)})",
+            call=self.kind,
+            peer=self.lane.peer,
+            channel=self.lane.channel,
+            tag=self.lane.tag,
+            sequence=self.sequence,
+            nbytes=self.nbytes,
+        )
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+def calling_site() -> str:
+    """``file:line`` of the nearest caller outside this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,179 @@
+"""Polls the transport for all lanes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from commlayer.progress.engine import Driven, NativeWork, Procedure, Step
+from commlayer.progress.operation import Operation
+from commlayer.progress.runtime import Event, Runtime, Task
+
+logger = logging.getLogger("commlayer")
+
+
+class PollingProgress:
+    """Polls the current work of every lane, in the caller's waits and, if allowed, in between.
+
+    `background` runs a task that polls while work is outstanding; without it
+    (transports that only their own thread may call) operations move inside
+    calls on the communicator.
+    """
+
+    IDLE_SLEEP = 0.0005
+    """Seconds between two rounds of polling in which nothing moved, while somebody waits."""
+    LONGEST_SLEEP = 0.01
+    """The background task doubles its sleep up to this many seconds while nothing moves."""
+
+    lingers = False
+
+    def __init__(self, runtime: Runtime, *, background: bool) -> None:
+        self._runtime = runtime
+        self._background = background
+        self._active: dict[str, tuple[Driven, Procedure, Step]] = {}
+        self._lock = runtime.lock()
+        self._advancing = False
+        self._started = runtime.event()
+        self._owner = runtime.current()
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self._task: Task | None = None
+
+    def start(self, lane: Driven) -> None:
+        if self._failure is not None:
+            lane.abandon(self._failure)
+            return
+        with self._lock:
+            self._active[lane.name] = (lane, lane.steps(), None)
+        if not self._background:
+            self.advance()
+        elif self._task is None:
+            self._task = self._runtime.spawn(self._run, "commlayer polling")
+        self.wake()
+
+    def nudge(self, lane: Driven) -> None:
+        pass
+
+    def attend(self, operation: Operation) -> None:
+        self.advance()
+
+    def drive(self, operation: Operation) -> bool:
+        return False
+
+    def wake(self) -> None:
+        """Have the background task poll now, and often from now on."""
+        self._started.set()
+
+    def _run(self) -> None:
+        pause = self.IDLE_SLEEP
+        try:
+            with torch.inference_mode():
+                while True:
+                    self._started.clear()
+                    if self._stopped:
+                        return
+                    if self.advance() or self._started.wait(pause if self._active else None):
+                        pause = self.IDLE_SLEEP
+                    else:
+                        pause = min(2 * pause, self.LONGEST_SLEEP)
+        except BaseException as failure:
+            logger.exception("commlayer: polling died")
+            self._abandon_all(failure)
+
+    def _abandon_all(self, failure: BaseException) -> None:
+        with self._lock:
+            self._failure = failure
+            lanes = [lane for lane, _, _ in self._active.values()]
+            self._active.clear()
+        for lane in lanes:
+            lane.abandon(failure)
+
+    def advance(self) -> bool:
+        """Poll every lane once; True if any moved.
+
+        Returns at once if another task is doing so, and off the owner's thread
+        of a transport that only its owner may call.
+        """
+        if not self._background and self._runtime.current() != self._owner:
+            return False
+        with self._lock:
+            if self._advancing:
+                return False
+            self._advancing = True
+            active = list(self._active.values())
+        try:
+            moved = False
+            for lane, steps, step in active:
+                moved |= self._advance_lane(lane, steps, step)
+            return moved
+        finally:
+            self._advancing = False
+
+    def _advance_lane(self, lane: Driven, steps: Procedure, step: Step) -> bool:
+        moved = False
+        current: Step = step
+        ended = False
+        while not ended:
+            error: Exception | None = None
+            try:
+                if not self._ready(current):
+                    break
+            except Exception as raised:
+                error = raised
+            moved = True
+            try:
+                current = next(steps) if error is None else steps.throw(error)
+            except StopIteration:
+                ended = True
+            except BaseException as failure:
+                ended = True
+                logger.exception("commlayer %s: the lane died", lane.name)
+                lane.abandon(failure)
+                if not isinstance(failure, Exception):
+                    raise
+        if moved:
+            with self._lock:
+                if ended:
+                    self._active.pop(lane.name, None)
+                else:
+                    self._active[lane.name] = (lane, steps, current)
+        return moved
+
+    @staticmethod
+    def _ready(step: Step) -> bool:
+        if step is None:
+            return True
+        if type(step) is NativeWork:
+            if not step.endpoint.poll(step.work):
+                return False
+            step.endpoint.wait(step.work)
+            return True
+        return step.is_set()  # type: ignore[union-attr]
+
+    def block(self, event: Event, timeout: float | None) -> bool:
+        deadline = None if timeout is None else self._runtime.now() + timeout
+        while True:
+            moved = self.advance()
+            if event.is_set():
+                return True
+            if deadline is not None and self._runtime.now() >= deadline:
+                return False
+            if not moved:
+                self._runtime.sleep(self.IDLE_SLEEP)
+
+    def join(self, lanes: Sequence[Driven], deadline: float) -> bool:
+        names = {lane.name for lane in lanes}
+        while names & self._active.keys():
+            if not self.advance():
+                if self._runtime.now() >= deadline:
+                    return False
+                self._runtime.sleep(self.IDLE_SLEEP)
+        return True
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._started.set()
+        if self._task is not None:
+            self._task.join(1.0)

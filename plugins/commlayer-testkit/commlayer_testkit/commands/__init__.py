@@ -1,0 +1,1 @@
+"""Commands of the kit, found by ``commlayer`` through entry points."""

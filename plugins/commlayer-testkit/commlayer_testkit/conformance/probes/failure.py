@@ -1,0 +1,178 @@
+"""Experiments on failure: a peer that dies, and operations that are given up."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from commlayer.semantics import PeerLoss
+from commlayer_testkit.conformance.probes.bench import Bench, Concluded
+from commlayer_testkit.conformance.probes.experiment import Experiment, Measurement, Pair
+from commlayer_testkit.conformance.ranks.stopping import stopped
+
+_LARGE = 64 << 20
+_SOON = 3.0  # seconds; a loss that is told at all was told within one
+
+
+def _lose_peer(bench: Bench, variant: str) -> tuple[int, Any]:
+    """Stop rank 1 for good and post an operation with it; its process and the work, for rank 0.
+
+    `variant`: a receive that nobody serves, a send that nobody receives, or a
+    transfer under way, which cannot end because the peer is stopped in it.
+    """
+    if bench.rank == 1:
+        if variant == "mid-transfer":
+            bench.keep(bench.link.irecv(bench.blank(_LARGE)))
+        bench.tell("peer", bench.pid)
+        os.kill(bench.pid, signal.SIGSTOP)
+        raise Concluded
+    peer = int(bench.hear("peer"))
+    bench.until(lambda: stopped(peer), 10 * bench.patience)
+    if variant == "receive":
+        work = bench.link.irecv(bench.blank(64))
+    else:
+        work = bench.link.isend(bench.pattern(64 if variant == "send" else _LARGE, 1))
+    return peer, work
+
+
+def _play_peer_loss(bench: Bench, variant: str) -> None:
+    peer, work = _lose_peer(bench, variant)
+    attempt = bench.begin_wait(work)
+    attempt.join(0.3)
+    bench.note("before", str(attempt) if attempt.ended else "pending")
+    os.kill(peer, signal.SIGKILL)
+    limit = max(_SOON, 3 * bench.patience)
+    attempt.join(limit)
+    if not attempt.ended:
+        attempt.seconds = limit
+    bench.note("wait", {"raised": bool(attempt.error), "said": str(attempt)})
+    after = bench.attempt(lambda: bench.link.isend(bench.pattern(8, 2)))
+    if after.ok:
+        after = bench.settle(after.value, limit)
+    bench.note("next", {"raised": bool(after.error), "said": str(after)})
+
+
+def _judge_peer_loss(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
+    values, evidence = [], []
+    for variant, ranks in outcomes.items():
+        ranks[0]["before"]
+        hung = {"raised": False, "said": "never returned"}
+        wait, following = ranks[0].get("wait", hung), ranks[0].get("next", hung)
+        text = f"{variant}: the wait {wait['said']}"
+        if wait["raised"]:
+            values.append(PeerLoss.RAISES)
+        else:
+            told = following["raised"]
+            values.append(PeerLoss.NEXT_POST_ONLY if told else PeerLoss.SILENT)
+            text += f"; the next send {following['said']}"
+        evidence.append(text)
+    value = min(values, key=list(PeerLoss).index)
+    return {"peer_loss": Measurement(value, tuple(evidence), len(values))}
+
+
+def _play_errors_polled(bench: Bench, variant: str) -> None:
+    peer, work = _lose_peer(bench, variant)
+    os.kill(peer, signal.SIGKILL)
+    polled = bench.attempt(
+        bench.until, lambda: bench.link.poll(work), _SOON, seconds=_SOON + bench.patience
+    )
+    bench.note("poll", {"raised": bool(polled.error), "said": str(polled), "yes": polled.value})
+
+
+def _judge_errors_polled(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
+    polls = {variant: ranks[0]["poll"] for variant, ranks in outcomes.items()}
+    evidence = tuple(
+        f"{variant}, peer killed: polling "
+        + (poll["said"] if poll["raised"] else "said yes" if poll["yes"] else "said no")
+        for variant, poll in polls.items()
+    )
+    value = all(poll["raised"] for poll in polls.values())
+    return {"errors_polled": Measurement(value, evidence, len(polls))}
+
+
+def _play_release(bench: Bench, variant: str) -> None:
+    """Try everything that might end a wait from outside, on a wait that blocks for good."""
+    peer, work = _lose_peer(bench, variant)
+    attempt = bench.begin_wait(work)
+    attempt.join(0.3)
+    if variant == "mid-transfer":
+        os.kill(peer, signal.SIGKILL)
+        attempt.join(bench.patience)
+    bench.note("before", str(attempt) if attempt.ended else "pending")
+    tried = []
+    calls = bench.link.releases(work)
+    bench.keep(work, calls)
+    for name, call in calls:
+        if attempt.ended:
+            break
+        called = bench.attempt(call)
+        attempt.join(bench.patience)
+        tried.append(name if called.ok else f"{name} ({called})")
+        bench.note("released", attempt.ended)
+        bench.note("tried", list(tried))
+        bench.note("by", name)
+    if variant != "mid-transfer":
+        os.kill(peer, signal.SIGKILL)
+
+
+def _judge_release(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
+    released, evidence = [], []
+    for variant, ranks in outcomes.items():
+        before = ranks[0]["before"]
+        if before != "pending":
+            evidence.append(f"{variant}: the wait {before} by itself")
+            continue
+        tried, freed = ranks[0].get("tried", []), ranks[0].get("released", False)
+        released.append(freed)
+        by = f"released by {ranks[0]['by']}" if freed else f"not by {', '.join(tried) or 'any'}"
+        evidence.append(f"{variant}: {by}")
+    value = bool(released) and all(released)
+    return {"wait_releasable": Measurement(value, tuple(evidence), len(outcomes))}
+
+
+def _play_cancel(bench: Bench, variant: str) -> None:
+    """Take a pending send back and post another: which one does the peer get?"""
+    if bench.rank == 0:
+        work = bench.link.isend(bench.pattern(64, 1))
+        calls = {name: getattr(work, name, None) for name in ("cancel", "Cancel", "abort")}
+        found = {name: call for name, call in calls.items() if callable(call)}
+        bench.note("work", type(work).__name__)
+        bench.note("calls", list(found))
+        for call in found.values():
+            bench.note("cancelled", str(bench.attempt(call)))
+            bench.attempt(lambda: bench.link.isend(bench.pattern(64, 2)))
+            break
+        bench.tell("cancelled", bool(found))
+        bench.hear("received")
+    else:
+        if bench.hear("cancelled") == "True":
+            into = bench.blank(64)
+            attempt = bench.settle(bench.link.irecv(into))
+            bench.note("got second", attempt.ok and bench.holds(into, 2))
+        bench.tell("received")
+
+
+def _judge_cancel(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
+    sender, receiver = outcomes[""]
+    if not sender["calls"]:
+        evidence = f"the work ({sender['work']}) has no call for it"
+        return {"cancel": Measurement(False, (evidence,))}
+    taken = receiver["got second"]
+    evidence = f"{sender['calls'][0]}() of a pending send: " + (
+        "the peer got the next message" if taken else "the peer got it all the same"
+    )
+    return {"cancel": Measurement(bool(taken), (evidence,))}
+
+
+EXPERIMENTS = (
+    Experiment(
+        ("peer_loss",), _play_peer_loss, _judge_peer_loss, ("receive", "send", "mid-transfer")
+    ),
+    Experiment(
+        ("errors_polled",), _play_errors_polled, _judge_errors_polled, ("receive", "mid-transfer")
+    ),
+    Experiment(("wait_releasable",), _play_release, _judge_release, ("receive", "mid-transfer")),
+    Experiment(("cancel",), _play_cancel, _judge_cancel),
+)

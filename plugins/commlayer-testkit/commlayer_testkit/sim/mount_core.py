@@ -1,0 +1,88 @@
+"""The first mount: the library's own communicator on a simulated transport."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pluggy import HookRelay
+
+from commlayer.backend import Backend
+from commlayer.backend import World as BackendWorld
+from commlayer.bootstrap.connector import connect_world
+from commlayer.bootstrap.rendezvous import Hello
+from commlayer.communicator import Communicator
+from commlayer.config import CommConfig
+from commlayer.registry import LoadedBackend, Registry
+from commlayer_testkit.sim.mount_device import SimStreamBackend
+from commlayer_testkit.sim.profiles import Profile
+from commlayer_testkit.sim.rank import Rank
+from commlayer_testkit.sim.transport import SimBackend
+
+
+class _NoPlugins(Registry):
+    """No backend, and one empty set of hooks."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self._relay = super().hooks()
+
+    def hooks(self, selected: LoadedBackend | None = None, *specifications: type) -> HookRelay:
+        return self._relay
+
+
+_NO_PLUGINS = _NoPlugins()
+_HELLO = msgspec.msgpack.Decoder(Hello)
+"""Keeps what msgspec knows of the type, which it would work out anew for every world."""
+
+
+class _Agreed:
+    """A store in which every rank has said what this one says: no rank waits for another."""
+
+    def __init__(self) -> None:
+        self._value = b""
+
+    def set(self, key: str, value: bytes) -> None:
+        self._value = value
+
+    def get(self, key: str) -> bytes:
+        return self._value
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+
+def mount(
+    rank: Rank, backend: Backend, *, beside: Backend | None = None, **config: Any
+) -> Communicator:
+    """Connect a rank of a world over `backend`; `config` are keys of `CommConfig`.
+
+    Progress, ledger, policies and wire are the library's own, on the world's
+    runtime, with fewer headers received ahead by default, for fewer schedules; the
+    exchange of settings is taken as done.  `beside` is the host
+    transport of a device transport.
+    """
+    registry: Registry = _NO_PLUGINS
+    if beside is not None:
+        registry = Registry(())
+        registry.add_backend(beside)
+    return connect_world(
+        BackendWorld(rank.index, len(rank.world.ranks), _Agreed(), 60.0),
+        LoadedBackend(backend, "simulator", ""),
+        CommConfig(**{"headers_ahead": 2, **config}),
+        registry=registry,
+        runtime=rank.runtime,
+    )
+
+
+def connect(rank: Rank, **config: Any) -> Communicator:
+    """Connect a rank on its world's transport."""
+    return mount(rank, SimBackend(rank.world), **config)
+
+
+def connect_device(rank: Rank, host: Profile, **config: Any) -> Communicator:
+    """As `connect`, on the device transport of the profile beside the host transport `host`."""
+    world = rank.world
+    return mount(
+        rank, SimStreamBackend(rank, world.profile), beside=SimBackend(world, host), **config
+    )

@@ -1,0 +1,97 @@
+"""The library's own communicator on a simulated device beside a simulated host transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from commlayer.backend import PLUGIN_API, Viability
+from commlayer.device.backend import StreamBackend
+from commlayer.semantics import Semantics
+from commlayer_testkit.sim.operation import SimWork
+from commlayer_testkit.sim.profiles import Profile
+from commlayer_testkit.sim.rank import Rank
+from commlayer_testkit.sim.streams import SimEvent, SimStream
+from commlayer_testkit.sim.transport import SimEndpoint
+
+
+class SimDeviceRuntime:
+    """`commlayer.device.device.DeviceRuntime` over a rank's simulated device and arena."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def stream(self) -> AbstractContextManager[SimStream]:
+        return self._rank.device.stream()
+
+    def event(self) -> SimEvent:
+        return self._rank.device.event()
+
+    def current_stream(self) -> SimStream:
+        return self._rank.device.current_stream()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        arena = self._rank.arena_used
+        return arena is not None and arena.find(tensor) is not None
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._rank.arena.empty(*shape, dtype=dtype)
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        shape, strides = into.shape, into.stride()
+        extent = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+        span = into.as_strided((extent,), (1,))
+        self._rank.device.launch(
+            "copy",
+            lambda data, place: place.as_strided(shape, strides, 0).copy_(data),
+            reads=[source],
+            writes=[span],
+        )
+
+    def record_stream(self, tensor: torch.Tensor, stream: SimStream) -> None:
+        self._rank.device.record_stream(tensor, stream)
+
+    def capturing(self) -> bool:
+        return False
+
+
+class SimGroup:
+    """The part of a c10d process group of two ranks that backends use."""
+
+    def __init__(self, endpoint: SimEndpoint, members: Sequence[int]) -> None:
+        self._endpoint = endpoint
+        self._members = members
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int) -> SimWork:
+        return self._endpoint.isend(tensors[0], self._members[dst], tag)
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> SimWork:
+        return self._endpoint.irecv(tensors[0], self._members[src], tag)
+
+
+class SimStreamBackend(StreamBackend):
+    """The device transport that `profile` describes, for one rank of a world."""
+
+    name = "sim_device"
+    host = "sim"
+    plugin_api = (PLUGIN_API, PLUGIN_API)
+    semantics = Semantics()
+
+    def __init__(self, rank: Rank, profile: Profile) -> None:
+        self._rank = rank
+        self._profile = profile
+        self.semantics = profile.semantics  # type: ignore[misc]
+
+    def viability(self) -> Viability:
+        return Viability(True, "the simulator runs anywhere")
+
+    def device(self) -> SimDeviceRuntime:
+        return SimDeviceRuntime(self._rank)
+
+    def group(self, name: str, store: Any, rank: int, timeout: timedelta) -> SimGroup:
+        low, high = map(int, name.rsplit("/", 1)[1].split("-"))
+        return SimGroup(self._rank.endpoint(name, on=self._profile), (low, high))
