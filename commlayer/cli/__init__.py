@@ -1,7 +1,7 @@
 """The command ``commlayer``.
 
 One module per command, with a function ``register(app: typer.Typer)`` that adds it.
-The library's own are the modules of this package that have one; other distributions
+The library's own are the modules of this package without a leading underscore; other distributions
 name theirs in the entry-point group ``commlayer.commands``.  Commands import what is
 slow inside their function, so that ``commlayer --help`` stays quick.
 """
@@ -80,7 +80,8 @@ def build() -> typer.Typer:
         pass
 
     for module in pkgutil.iter_modules(__path__):
-        _register(app, importlib.import_module(f"{__name__}.{module.name}"))
+        if not module.name.startswith("_"):
+            _register(app, importlib.import_module(f"{__name__}.{module.name}"))
     installed = set()
     for name, found in _installed():
         installed.add(name)

@@ -218,9 +218,10 @@ def layers() -> str:
 
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     order = [
-        [name.strip() for name in layer.split(":")] for layer in contract["contracts"][0]["layers"]
+        [f"commlayer.{name.strip()}" for name in layer.split(":")]
+        for layer in contract["contracts"][0]["layers"]
     ]
-    graph = grimp.build_graph("commlayer", exclude_type_checking_imports=True, cache_dir=None)
+    graph = grimp.build_graph("commlayer", exclude_type_checking_imports=False, cache_dir=None)
     level = {name: number for number, layer in enumerate(order) for name in layer}
 
     def owner(module: str) -> str | None:

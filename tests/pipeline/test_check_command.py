@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import typer
 from commlayer_testkit.commands.check import check as command
+from commlayer_testkit.schedule import check as schedule
 from commlayer_testkit.schedule.files import read_schedules
 from typer.testing import CliRunner
 
 from commlayer.errors import CommError, ErrorKind
-from commlayer.pipeline import schedule
 from commlayer.semantics import Order, Semantics
 
 app = typer.Typer()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 from typer.testing import CliRunner
@@ -186,3 +187,23 @@ def test_missing_extra_says_what_to_install(monkeypatch, capsys, missing):
     monkeypatch.setattr(commlayer.cli, "build", build)
     assert main(monkeypatch, "backends") == 2
     assert "pip install 'commlayer[cli]'" in capsys.readouterr().err
+
+
+def test_a_command_of_a_distribution_that_is_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(commlayer.cli.importlib.metadata, "entry_points", lambda group: [])
+    result = CliRunner().invoke(commlayer.cli.build(), ["bench", "--quick"])
+    assert result.exit_code == 2
+    assert "pip install commlayer-bench" in result.output
+
+
+def test_a_command_that_cannot_be_imported_disturbs_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = EntryPoint("broken", "no_such_module", "commlayer.commands")
+    monkeypatch.setattr(commlayer.cli.importlib.metadata, "entry_points", lambda group: [broken])
+    result = CliRunner().invoke(commlayer.cli.build(), ["--help"])
+    assert result.exit_code == 0
+    assert "describe" in result.output
+    assert "'broken'" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.runtime import ThreadRuntime
 from commlayer.registry import LoadedBackend, Registry
-from commlayer.wire import outgoing
+from commlayer.wire import message
 from commlayer.wire.frame import LOOSE, Kind, encode_body, encode_prefix, encode_shape
 from commlayer.wire.tags import OBJECTS, TagMap
 from commlayer.wire.tensors import TensorMeta
@@ -304,7 +304,7 @@ def test_a_wait_crosses_threads_once_and_a_direct_one_never() -> None:
 def test_copies_and_allocations_of_a_repeated_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[str] = Counter()
     copied: list[int] = []
-    real_move, real_view = ctypes.memmove, outgoing.bytes_of
+    real_move, real_view = ctypes.memmove, message.bytes_of
 
     def memmove(target: int, source: Any, size: int) -> int:
         copied.append(size)
@@ -335,7 +335,7 @@ def test_copies_and_allocations_of_a_repeated_dict(monkeypatch: pytest.MonkeyPat
         patch.setattr(torch, "empty", counting(torch.empty))
         patch.setattr(torch, "frombuffer", counting(torch.frombuffer))
         patch.setattr(ctypes, "memmove", memmove)
-        patch.setattr(outgoing, "bytes_of", bytes_of)
+        patch.setattr(message, "bytes_of", bytes_of)
         comms[0].isend_tensor_dict(small, 1)
         comms[1].recv_tensor_dict(0)
         assert eventually(lambda: counts["allocations"] == 3), "the header, and two for the next"

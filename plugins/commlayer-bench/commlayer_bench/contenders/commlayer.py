@@ -36,7 +36,7 @@ def settings(name: str) -> dict[str, Any]:
 
 
 def connect(name: str) -> Contender:
-    from commlayer import connector
+    from commlayer.bootstrap import connector
 
     comm = connector.connect(settings(name))
     return Contender(name, ways(comm), close=comm.close)

@@ -52,7 +52,7 @@ class Observing(Workload):
         ]
 
     def _turn(self, config: dict[str, Any], case: Case, here: Here) -> Turn:
-        from commlayer import connector
+        from commlayer.bootstrap import connector
 
         if importlib.util.find_spec("prometheus_client") is None:
             config["metrics"] = False
