@@ -10,10 +10,13 @@ BENCH ?= $(BIN)/commlayer
 VLLM_VENV ?= .venv-vllm
 VLLM_ARGS ?=
 RAY_VENV ?= .venv-ray
+CUDA_VENV ?= .venv-cuda
+CUDA_ARGS ?=
 
 BIN := $(VENV)/bin
 VLLM_BIN := $(VLLM_VENV)/bin
 RAY_BIN := $(RAY_VENV)/bin
+CUDA_BIN := $(CUDA_VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 PLUGIN_PACKAGES := $(wildcard $(PLUGINS:%=%/commlayer_*))
 REQUIREMENTS := constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
@@ -21,7 +24,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 EDITABLE_PLUGINS := $(PLUGINS:%=-e %)
 
 .DEFAULT_GOAL := help
-.PHONY: help test fuzz test-sim test-mutants test-gpu test-hosts certificates lint format docs wheels test-wheels demo bench performance test-vllm bench-vllm test-ray clean
+.PHONY: help test fuzz test-sim test-mutants test-gpu test-hosts certificates lint format docs wheels test-wheels demo bench performance test-vllm bench-vllm test-ray test-cuda clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -92,6 +95,10 @@ test-ray: $(RAY_VENV)/.installed  ## Test ranks that are Ray actors, in an envir
 	$(RAY_BIN)/python tests/ray_actors/run.py
 	$(RAY_BIN)/python tests/ray_actors/two_hosts.py
 
+test-cuda: $(CUDA_VENV)/.installed  ## Test the CUDA build of torch without a GPU: tests/standin (CUDA_ARGS="-k pair")
+	LD_PRELOAD=$$($(CUDA_BIN)/python tests/standin/build.py) GLOO_SOCKET_IFNAME=lo \
+	    $(CUDA_BIN)/python -m pytest $(CUDA_TESTS) $(CUDA_ARGS)
+
 clean:  ## Remove caches and build results; keeps the virtual environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find commlayer plugins tests -name __pycache__ -prune -exec rm -rf {} +
@@ -147,4 +154,17 @@ $(RAY_VENV)/.installed: constraints.txt $(RAY_CONSTRAINTS) pyproject.toml
 	$(RAY_BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    -c constraints.txt -c $(RAY_CONSTRAINTS) ray numpy -e . -e plugins/commlayer-gloo || \
 	    { echo "Not run: Ray cannot be installed here" >&2; exit 1; }
+	@touch $@
+
+CUDA_TESTS := tests/standin tests/gpu
+
+# The first command sees the package index alone: a machine may offer a torch for the CPU beside it.
+$(CUDA_VENV)/.installed: $(REQUIREMENTS)
+	@echo "Installing the CUDA build of torch (4.8 GB) into $(CUDA_VENV)"
+	$(PYTHON) -m venv $(CUDA_VENV)
+	PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= $(CUDA_BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    torch==2.13.0 'nvidia-cuda-crt==13.0.*' || \
+	    { echo "Not run: the CUDA build of torch cannot be installed here" >&2; exit 1; }
+	$(CUDA_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	    -e '.[cli]' greenlet numpy pytest pytest-timeout $(EDITABLE_PLUGINS)
 	@touch $@

@@ -171,7 +171,9 @@ def _refused_in_capture(machine: Machine) -> None:
     source, out = full(machine, 5), full(machine, 0)
     tensor = full(machine, 7)
     machine.synchronize()
-    with machine.busy(device.current_stream()):
+    # Not the default stream: torch waits for that one as a capture begins.
+    side = device.stream()
+    with side, machine.busy(side):
         machine.launch("forward", lambda t: t.fill_(8), writes=[tensor])
         pending = comm.isend_tensor_dict({"x": tensor}, 1)
         tracked = comm.track(recorded(machine), retain=[tensor])
