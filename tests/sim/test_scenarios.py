@@ -164,5 +164,5 @@ def test_lifetimes_name_the_lines() -> None:
 def test_watchdog_says_when_and_what() -> None:
     failure = explore("virtual_pipeline_parked").failure
     assert failure is not None
-    assert "after 204 s" in failure.what
+    assert "after 1836 s" in failure.what
     assert "fold send of batch 0" in failure.what

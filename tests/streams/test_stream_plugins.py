@@ -279,14 +279,84 @@ def test_oneccl_declares_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> N
     assert strong.sources != weak.sources
 
 
-def test_npu_declares_the_blocking_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert commlayer_npu.SEMANTICS.p2p.timeout.value == "ignored"
-    monkeypatch.setenv("TORCH_HCCL_BLOCKING_WAIT", "1")
+@pytest.mark.parametrize(
+    ("make", "profile", "variable"),
+    [
+        (nccl, "nccl", "NCCL_BLOCKING_WAIT"),
+        (xccl, "xccl", "XCCL_BLOCKING_WAIT"),
+        (npu, "hccl", "HCCL_BLOCKING_WAIT"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("older", "newer", "refused"),
+    [
+        (None, "1", "TORCH_"),
+        (None, "True", "TORCH_"),
+        ("1", None, ""),
+        ("0", "1", "TORCH_"),
+        ("1", "0", None),
+        ("n", None, None),
+        (None, None, None),
+    ],
+)
+def test_a_wait_that_blocks_the_host_is_refused_with_its_cure(
+    monkeypatch: pytest.MonkeyPatch,
+    make: Make,
+    profile: str,
+    variable: str,
+    older: str | None,
+    newer: str | None,
+    refused: str | None,
+) -> None:
+    """The newer name of the variable counts where both are set, as in c10d."""
+    backend = make(monkeypatch, Vendor(profile))
+    monkeypatch.setattr(type(backend), "device", lambda self: None)
+    for name, value in ((variable, older), (f"TORCH_{variable}", newer)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    world = BackendWorld(0, 2, _Agreed(), 60.0)
+    if refused is None:
+        backend.open(world, {})
+        return
+    with pytest.raises(CommError, match=f"Unset {refused}{variable} for") as caught:
+        backend.open(world, {})
+    assert caught.value.kind is ErrorKind.CONFIG
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(None, "here 1836 s"), ("600", "here 600 s"), ("0", "HCCL_EXEC_TIMEOUT=0 lets it stay")],
+)
+def test_npu_names_the_limit_of_hccl(
+    monkeypatch: pytest.MonkeyPatch, seconds: str | None, said: str
+) -> None:
+    monkeypatch.delenv("HCCL_EXEC_TIMEOUT", raising=False)
+    if seconds is not None:
+        monkeypatch.setenv("HCCL_EXEC_TIMEOUT", seconds)
     try:
-        assert importlib.reload(commlayer_npu).SEMANTICS.p2p.timeout.value == "destructive"
+        assert said in importlib.reload(commlayer_npu).SOURCES["p2p.completion"]
     finally:
         monkeypatch.undo()
         importlib.reload(commlayer_npu)
+
+
+def test_npu_groups_are_not_the_global_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group without ranks becomes the parent of the application's own groups."""
+    made: list[Any] = []
+    backend = npu(monkeypatch, Vendor("hccl"))
+    groups = sys.modules["torch_npu._C._distributed_c10d"]
+
+    class ProcessGroup(groups.ProcessGroupHCCL):  # type: ignore[misc, name-defined]
+        def __new__(cls, store: Named, rank: int, size: int, options: Any) -> Any:
+            made.append(options)
+
+    monkeypatch.setattr(groups, "ProcessGroupHCCL", ProcessGroup)
+    backend.group("npu/data/0/up/2-5", _Agreed(), 1, timedelta(days=24))
+    (options,) = made
+    assert options.global_ranks_in_group == [2, 5]
+    assert options.group_id == "npu/data/0/up/2-5"
 
 
 # -- this machine, and others ----------------------------------------------------------------

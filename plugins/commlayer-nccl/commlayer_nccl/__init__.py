@@ -15,9 +15,10 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch._C._distributed_c10d import PrefixStore
 
-from commlayer.backend import Backend, Viability
-from commlayer.device.backend import StreamBackend
+from commlayer.backend import Backend, Viability, World
+from commlayer.device.backend import StreamBackend, StreamTransport
 from commlayer.device.device import DeviceRuntime
+from commlayer.device.environment import refuse_blocking_wait
 from commlayer.hooks import hookimpl
 from commlayer.semantics import (
     DroppedWork,
@@ -103,6 +104,10 @@ class NcclBackend(StreamBackend):
         if dist.is_available() and dist.is_nccl_available():
             versions["nccl"] = _nccl_version()
         return versions
+
+    def open(self, world: World, options: Mapping[str, Any]) -> StreamTransport:
+        refuse_blocking_wait(self.name, "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+        return super().open(world, options)
 
     def device(self) -> DeviceRuntime:
         return CudaDevice("cuda", torch.cuda.current_device())

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from msgspec.structs import replace
 from torch._C._distributed_c10d import PrefixStore
 
-from commlayer.backend import Backend, Viability
-from commlayer.device.backend import StreamBackend
+from commlayer.backend import Backend, Viability, World
+from commlayer.device.backend import StreamBackend, StreamTransport
 from commlayer.device.device import DeviceRuntime, TorchDevice
+from commlayer.device.environment import refuse_blocking_wait
 from commlayer.hooks import hookimpl
 from commlayer.semantics import (
     DroppedWork,
@@ -132,6 +133,10 @@ class XcclBackend(_OneCclBackend):
 
     def versions(self) -> Mapping[str, str]:
         return {"torch": str(torch.__version__)}
+
+    def open(self, world: World, options: Mapping[str, Any]) -> StreamTransport:
+        refuse_blocking_wait(self.name, "TORCH_XCCL_BLOCKING_WAIT", "XCCL_BLOCKING_WAIT")
+        return super().open(world, options)
 
     def group(self, name: str, store: Any, rank: int, timeout: timedelta) -> Any:
         group: Any = dist.ProcessGroupXCCL

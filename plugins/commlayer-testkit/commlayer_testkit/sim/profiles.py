@@ -158,7 +158,7 @@ HCCL = Profile(
         p2p=msgspec.structs.replace(
             _STREAM,
             timeout=NativeTimeout.IGNORED,
-            post_may_block=PostMayBlock.NEVER,
+            post_may_block=PostMayBlock.FIRST_USE,
             completion=Completion.MATCHED,
             source_lifetime=SourceLifetime.EVENT,
         ),
@@ -170,7 +170,16 @@ HCCL = Profile(
         devices=("npu",),
     ),
     "HCCL as read: one serialized stream a communicator, and a device watchdog",
-    watchdog=204.0,
+    watchdog=1836.0,  # HCCL_EXEC_TIMEOUT, where it is not set
+)
+HCCL_CONNECTED = Profile(
+    "hccl_connected",
+    msgspec.structs.replace(
+        HCCL.semantics,
+        p2p=msgspec.structs.replace(HCCL.semantics.p2p, post_may_block=PostMayBlock.NEVER),
+    ),
+    "HCCL on communicators that are made: a send holds its stream, and never the host",
+    watchdog=HCCL.watchdog,
 )
 MPI = Profile(
     "mpi",
@@ -275,7 +284,7 @@ ADVERSARY_WEAKEST = Profile(
 PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
-        GLOO, GLOO_EARLY_POLL, NCCL, XCCL, CCL_BINDINGS, HCCL, MPI, MPI_RENDEZVOUS, ONECCL_CPU,
+        GLOO, GLOO_EARLY_POLL, NCCL, XCCL, CCL_BINDINGS, HCCL, HCCL_CONNECTED, MPI, MPI_RENDEZVOUS, ONECCL_CPU,
         ADVERSARY, UNORDERED, ADVERSARY_SERIAL, ADVERSARY_POLLED, ADVERSARY_WEAKEST,
     )
 }  # fmt: skip

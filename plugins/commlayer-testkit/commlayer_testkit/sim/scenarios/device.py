@@ -311,21 +311,21 @@ def _crossed(rank: Rank, *, sends_first: bool, channels: tuple[str, str]) -> Non
     rank.device.synchronize()
 
 
-@scenario("hccl", expect=FailureKind.DEADLOCK, case="C18")
+@scenario("hccl_connected", expect=FailureKind.DEADLOCK, case="C18")
 @on_ranks(2)
 def crossed_on_one_stream(rank: Rank) -> None:
     """Each rank posts its send, then its receive, on one in-order communicator."""
     _crossed(rank, sends_first=True, channels=("one", "one"))
 
 
-@scenario("hccl", expect=FailureKind.DEADLOCK, case="C27")
+@scenario("hccl_connected", expect=FailureKind.DEADLOCK, case="C27")
 @on_ranks(2)
 def receives_first_on_one_stream(rank: Rank) -> None:
     """The same with the receive first: order within a batch cannot cure one stream."""
     _crossed(rank, sends_first=False, channels=("one", "one"))
 
 
-@scenario("hccl", case="C18")
+@scenario("hccl_connected", case="C18")
 @on_ranks(2)
 def crossed_on_two_streams(rank: Rank) -> None:
     """The cure: a communicator for each direction."""
@@ -353,14 +353,14 @@ def _late_receive(rank: Rank, *, channels: tuple[str, str]) -> None:
     rank.device.synchronize()
 
 
-@scenario("hccl", expect=FailureKind.DEADLOCK, case="C33")
+@scenario("hccl_connected", expect=FailureKind.DEADLOCK, case="C33")
 @on_ranks(2)
 def late_device_receive(rank: Rank) -> None:
     """Both ranks post a dict receive, then a send; each device receive sits behind the send."""
     _late_receive(rank, channels=("one", "one"))
 
 
-@scenario("hccl", case="C33")
+@scenario("hccl_connected", case="C33")
 @on_ranks(2)
 def late_device_receive_apart(rank: Rank) -> None:
     """The cure: one communicator per direction."""

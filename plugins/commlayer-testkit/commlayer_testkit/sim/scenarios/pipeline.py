@@ -79,7 +79,7 @@ def _pipeline(
         stages.first_call(batch)
     if parks and rank.index == 0:
         with rank.naming("parked engine"):
-            rank.sleep(1000.0)
+            rank.sleep(3600.0)  # longer than the watchdog waits
     for batch in range(BATCHES):
         stages.continuation(batch)
     stages.finish()
@@ -106,7 +106,7 @@ def virtual_pipeline(rank: Rank) -> None:
     _pipeline(rank)
 
 
-@scenario("hccl", expect=FailureKind.WATCHDOG, case="C14")
+@scenario("hccl_connected", expect=FailureKind.WATCHDOG, case="C14")
 @on_ranks(2)
 def virtual_pipeline_parked(rank: Rank) -> None:
     """Outcome C: the engine parks with continuations in flight; the device watchdog fires."""
