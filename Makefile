@@ -12,11 +12,15 @@ VLLM_ARGS ?=
 RAY_VENV ?= .venv-ray
 CUDA_VENV ?= .venv-cuda
 CUDA_ARGS ?=
+IPEX_VENV ?= .venv-ipex
+ONECCL_ARGS ?=
 
 BIN := $(VENV)/bin
 VLLM_BIN := $(VLLM_VENV)/bin
 RAY_BIN := $(RAY_VENV)/bin
 CUDA_BIN := $(CUDA_VENV)/bin
+IPEX_BIN := $(IPEX_VENV)/bin
+ONECCL := build/oneccl
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 PLUGIN_PACKAGES := $(wildcard $(PLUGINS:%=%/commlayer_*))
 REQUIREMENTS := constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
@@ -24,7 +28,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 EDITABLE_PLUGINS := $(PLUGINS:%=-e %)
 
 .DEFAULT_GOAL := help
-.PHONY: help test fuzz test-sim test-mutants test-gpu test-hosts certificates lint format docs wheels test-wheels demo bench performance test-vllm bench-vllm test-ray test-cuda clean
+.PHONY: help test fuzz test-sim test-mutants test-gpu test-hosts certificates lint format docs wheels test-wheels demo bench performance test-vllm bench-vllm test-ray test-cuda test-oneccl clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -98,6 +102,11 @@ test-ray: $(RAY_VENV)/.installed  ## Test ranks that are Ray actors, in an envir
 test-cuda: $(CUDA_VENV)/.installed  ## Test the CUDA build of torch without a GPU: tests/standin (CUDA_ARGS="-k pair")
 	LD_PRELOAD=$$($(CUDA_BIN)/python tests/standin/build.py) GLOO_SOCKET_IFNAME=lo \
 	    $(CUDA_BIN)/python -m pytest $(CUDA_TESTS) $(CUDA_ARGS)
+test-oneccl: $(VENV)/.development  ## Test oneCCL's own library on host memory, and the plugin beside Intel's extension (ONECCL_ARGS="-k order")
+	$(BIN)/python tests/oneccl_library/prepare.py $(ONECCL)
+	ONECCL_LIBRARY=$(CURDIR)/$(ONECCL) $(BIN)/python -m pytest -n 0 tests/oneccl_library $(ONECCL_ARGS)
+	$(MAKE) --no-print-directory $(IPEX_VENV)/.installed
+	$(IPEX_BIN)/python tests/oneccl_library/beside_extension.py
 
 clean:  ## Remove caches and build results; keeps the virtual environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
@@ -167,4 +176,11 @@ $(CUDA_VENV)/.installed: $(REQUIREMENTS)
 	    { echo "Not run: the CUDA build of torch cannot be installed here" >&2; exit 1; }
 	$(CUDA_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	    -e '.[cli]' greenlet numpy pytest pytest-timeout $(EDITABLE_PLUGINS)
+# The newest extension, and the torch that it wants: the one on the package index is for CUDA.
+$(IPEX_VENV)/.installed: pyproject.toml plugins/commlayer-oneccl/pyproject.toml
+	@echo "Installing intel-extension-for-pytorch and its torch (7 GB) into $(IPEX_VENV)"
+	$(PYTHON) -m venv $(IPEX_VENV)
+	$(IPEX_BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    torch==2.8.0 intel-extension-for-pytorch==2.8.0 \
+	    -e . -e plugins/commlayer-gloo -e plugins/commlayer-oneccl
 	@touch $@

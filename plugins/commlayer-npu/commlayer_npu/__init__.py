@@ -64,7 +64,6 @@ SEMANTICS = Semantics(
 )
 
 
-
 def _ends_unmatched() -> str:
     """What HCCL does with an operation whose peer never comes, by its own variable."""
     seconds = os.environ.get("HCCL_EXEC_TIMEOUT", "1836")
