@@ -30,9 +30,11 @@ from commlayer.session import Session
 from commlayer.slices import Exchange, GatherHandle, WholeDictClaim, check_replicated, sliced
 from commlayer.wire.frame import Kind
 from commlayer.wire.message import Outgoing
+from commlayer.wire.modes import outside_modes, refuse_modes, uncompiled
 from commlayer.wire.tags import BROADCAST, MAX_TAG, OBJECTS, SLICES
 
 
+@uncompiled
 class Communicator:
     """Sends, receives and broadcasts between the ranks that connected together.
 
@@ -390,6 +392,7 @@ class Communicator:
 
     # When it is stuck
 
+    @outside_modes
     def report(self, timeout: float = 5.0) -> Report:
         """Ask every rank what it waits for, and say who waits for whom, since when and why.
 
@@ -416,6 +419,7 @@ class Communicator:
 
     # Endings
 
+    @outside_modes
     def drain(self, timeout: float | None = None) -> None:
         """Wait until every send of every channel is locally complete.
 
@@ -438,6 +442,7 @@ class Communicator:
                 )
         self.ledger.reap()
 
+    @outside_modes
     def close(self, timeout: float | None = None) -> None:
         """Drain, part from every peer, and release the transport.
 
@@ -509,6 +514,7 @@ class Communicator:
     def _make(self, kind: str, lane: LaneKey) -> Operation:
         site = calling_site() if self._sites else None
         operation = Operation(kind, lane, 0, self._connection.runtime.now(), site)
+        refuse_modes(operation)
         device = self._connection.device
         if device is not None:
             operation.notify = device.notify

@@ -95,8 +95,8 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ] = "hold_references"
     copy_max_bytes: Annotated[
         int,
-        _key("`copy_on_post` copies tensors up to this size and holds larger ones.", "bytes", ge=0),
-    ] = 1 << 20
+        _key("`copy_on_post` refuses larger tensors; 0: it copies any.", "bytes", ge=0),
+    ] = 0
     reaping: Annotated[
         str,
         _key(

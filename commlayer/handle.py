@@ -12,6 +12,7 @@ from commlayer.progress.engine import ProgressEngine
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import Operation
 from commlayer.progress.runtime import Runtime
+from commlayer.wire.modes import uncompiled
 
 
 class Handle(Protocol):
@@ -53,6 +54,7 @@ class Handle(Protocol):
         ...
 
 
+@uncompiled
 class OperationHandle:
     """The handle of a single operation on a transport that the host waits for."""
 
@@ -106,6 +108,7 @@ class OperationHandle:
         return f"<{state}: {self._operation.describe()}>"
 
 
+@uncompiled
 class StreamHandle:
     """The handle of an operation that may have a part on a device.
 
@@ -167,6 +170,7 @@ class StreamHandle:
         return repr(self._host)
 
 
+@uncompiled
 class CompositeHandle:
     """One handle for several: complete when all are, failed as soon as it is waited and one is.
 

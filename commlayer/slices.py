@@ -26,6 +26,7 @@ from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.receiving import Incoming
 from commlayer.progress.deadline import checked_timeout
 from commlayer.wire.frame import Kind, protocol_error
+from commlayer.wire.modes import outside_modes, uncompiled
 from commlayer.wire.storage import bytes_of
 from commlayer.wire.tensors import Limits, as_bytes, sendable
 from commlayer.wire.values import register
@@ -301,6 +302,7 @@ class WholeDictClaim(MessageClaim):
         return value
 
 
+@uncompiled
 class GatherHandle:
     """The handle of a received tensor dict whose slices are gathered when it is waited.
 
@@ -340,6 +342,7 @@ class GatherHandle:
         self._results: list[Tensor] = []
         self._done = False
 
+    @outside_modes
     def wait(self, timeout: float | None = None) -> None:
         deadline = self._deadline(timeout)
         if not self._done:
@@ -353,6 +356,7 @@ class GatherHandle:
             for tensor in self._results:
                 self._device.record_stream(tensor, stream)
 
+    @outside_modes
     def synchronize(self, timeout: float | None = None) -> None:
         deadline = self._deadline(timeout)
         self.wait(self._remaining(deadline))
@@ -366,6 +370,7 @@ class GatherHandle:
                 )
             self._exchange.runtime.sleep(self.PAUSE)
 
+    @outside_modes
     def is_completed(self) -> bool:
         if not self._done:
             try:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.operation import Operation
 from commlayer.semantics import Capture, Semantics
-from commlayer.wire.storage import has_memory
-from commlayer.wire.tensors import DTYPES, overlaps
+from commlayer.wire.tensors import in_memory, overlaps
 
 
 class Memory:
@@ -49,21 +47,12 @@ class Memory:
 
     def check_target(self, tensor: Tensor, operation: Operation) -> None:
         """Raise `CommError` (UNSUPPORTED) unless `tensor` can be received into."""
+        plain = in_memory(tensor, operation.describe())
         cause = ""
-        if not isinstance(tensor, Tensor):
-            cause = f"{type(tensor).__name__} is not a tensor"
-        elif tensor.is_nested or tensor.layout is not torch.strided:
-            cause = "a tensor that is not dense cannot be received into"
-        elif tensor.dtype not in DTYPES.values():
-            cause = f"a tensor of {tensor.dtype} cannot be received into"
-        elif not self._reaches(tensor):
-            cause = f"backend {self._backend!r} does not write memory of {tensor.device} here"
-        elif not has_memory(tensor):
-            cause = "a tensor without memory (freed or shrunk storage) cannot be received into"
-        elif overlaps(tensor):
+        if not self._reaches(plain):
+            cause = f"backend {self._backend!r} does not write memory of {plain.device} here"
+        elif overlaps(plain):
             cause = "a tensor with several elements in one place cannot be received into"
-        elif tensor.is_conj() or tensor.is_neg():
-            cause = "a lazily conjugated or negated tensor cannot be received into"
         if cause:
             raise CommError(
                 ErrorKind.UNSUPPORTED,
@@ -71,7 +60,7 @@ class Memory:
                 cause,
                 "Receive into a dense tensor on a device of the backend",
             )
-        self._check_capture(tensor, operation)
+        self._check_capture(plain, operation)
 
     def _reaches(self, tensor: Tensor) -> bool:
         return tensor.device.type in self._host_devices or self.on_device(tensor)

@@ -15,6 +15,7 @@ from commlayer.progress.operation import LaneKey
 from commlayer.progress.polling import PollingProgress
 from commlayer.progress.runtime import Event, Runtime
 from commlayer.semantics import Capture, Semantics
+from commlayer.wire.modes import outside_modes
 
 
 class Postponed(Protocol):
@@ -111,6 +112,7 @@ class DeviceSide:
         finally:
             self._waiters.remove(event)
 
+    @outside_modes
     def advance(self) -> None:
         """Post what was postponed.  Called on the user's thread, in any call."""
         while self._postponed and not self.capture_refused():

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from commlayer.errors import CommError, ErrorKind
 from commlayer.lanes.receiving import Incoming
 from commlayer.progress.operation import Operation
 from commlayer.wire.frame import Kind, Placement
-from commlayer.wire.tensors import as_bytes, meta_of
+from commlayer.wire.storage import has_memory
+from commlayer.wire.tensors import as_bytes, is_lazy_view, meta_of, plain_alias
 
 _CALLS = {
     Kind.TENSOR: "a tensor",
@@ -30,7 +32,16 @@ class MessageClaim:
     bytes that the sender must have declared for the tensor, too.
     """
 
-    __slots__ = ("_copy", "_kind", "_result", "_step", "_target", "at_most", "operation")
+    __slots__ = (
+        "_by_bytes",
+        "_copy",
+        "_kind",
+        "_result",
+        "_step",
+        "_target",
+        "at_most",
+        "operation",
+    )
 
     def __init__(
         self,
@@ -46,7 +57,8 @@ class MessageClaim:
         self._kind = kind
         self._step = step
         self._result = target
-        self._target = None if target is None else target.detach()
+        self._target = into = None if target is None else plain_alias(target).detach()
+        self._by_bytes = into is not None and into.is_contiguous() and not is_lazy_view(into)
         self._copy = copy
 
     def refusal(self, incoming: Incoming) -> CommError | None:
@@ -79,7 +91,19 @@ class MessageClaim:
                     f"the peer sent a tensor in {where[0]} memory, this rank's is in "
                     f"{where[1]} memory"
                 )
+            if not has_memory(self._target):
+                return self._lost()
         return None
+
+    def _lost(self) -> CommError:
+        return CommError(
+            ErrorKind.UNSUPPORTED,
+            self.operation.describe(),
+            "the tensor to receive into has lost its memory (its storage was freed or shrunk) "
+            "since the receive was posted",
+            "Keep its storage until the handle was waited; this message is lost, later ones are "
+            "not",
+        )
 
     def _mismatch(self, cause: str) -> CommError:
         return CommError(
@@ -91,9 +115,7 @@ class MessageClaim:
         )
 
     def buffer(self, incoming: Incoming, index: int) -> Tensor | None:
-        if self._target is None or not self._target.is_contiguous():
-            return None
-        return as_bytes(self._target)
+        return as_bytes(self._target) if self._target is not None and self._by_bytes else None
 
     def value(self, incoming: Incoming) -> Any:
         if incoming.parsed is not None:
@@ -101,13 +123,19 @@ class MessageClaim:
         tensor = incoming.tensors[0]
         if self._target is None:
             return tensor
+        # Once more, because payload may have been long under way.
+        if not has_memory(self._target):
+            raise self._lost()
         if tensor is not None and tensor.numel():
             copy = self._copy or Tensor.copy_
             with torch.inference_mode():
-                if self._target.is_contiguous():  # by bytes: torch 2.8 cannot copy every dtype
+                if self._by_bytes:  # torch 2.8 cannot copy every dtype
                     copy(as_bytes(self._target), as_bytes(tensor))
                 else:
                     copy(self._target, tensor.view(self._target.shape))
+        if not self._target.is_inference():
+            # As an in-place operation does, so that autograd refuses a value it saved before.
+            increment_version(self._target)
         return self._result
 
 

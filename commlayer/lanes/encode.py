@@ -59,7 +59,7 @@ class Encoder:
                 flat = self._layouts.flat(value)
                 if flat.known is not None:
                     layout, packed = flat.known
-                    return self._message(layout, flat.tensors, packed, step)
+                    return self._message(operation, layout, flat.tensors, packed, step)
                 key = flat.key
             check_dict(value, operation)
         packed, tensors = pack(value, self._limits, operation)
@@ -93,7 +93,7 @@ class Encoder:
                 f"{self._limits.max_header_bytes}",
                 "Send fewer tensors at once, or raise the limit on all ranks",
             )
-        return self._message(layout, tensors, packed, step)
+        return self._message(operation, layout, tensors, packed, step)
 
     def _check_declared(
         self, tensors: Sequence[Tensor], at_most: int, operation: Operation
@@ -112,7 +112,12 @@ class Encoder:
             )  # fmt: skip
 
     def _message(
-        self, layout: Layout, tensors: Sequence[Tensor], packed: bytes, step: int
+        self,
+        operation: Operation,
+        layout: Layout,
+        tensors: Sequence[Tensor],
+        packed: bytes,
+        step: int,
     ) -> Outgoing:
         """Leave what is not copied into the header to the retention policy."""
         reserved = None
@@ -120,8 +125,9 @@ class Encoder:
             places = layout.placements
             apart = [place >= Placement.MESSAGE for place in places]
             kept = iter(
-                self._retention.retain(
-                    [tensor for tensor, is_apart in zip(tensors, apart, strict=True) if is_apart]
+                self._retain(
+                    operation,
+                    [tensor for tensor, is_apart in zip(tensors, apart, strict=True) if is_apart],
                 )
             )
             tensors = [
@@ -131,6 +137,20 @@ class Encoder:
             if places[0] == Placement.RESERVED:
                 reserved = self._padded(tensors[0], layout.at_most)
         return Outgoing(layout, tensors, packed, step, reserved)
+
+    def _retain(self, operation: Operation, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What the policy posts in place of `tensors`; a policy that raises has refused them."""
+        try:
+            return self._retention.retain(tensors)
+        except CommError as error:
+            raise CommError(error.kind, operation.describe(), error.cause, error.cure) from error
+        except Exception as error:
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                operation.describe(),
+                f"retention policy {self._retention.name!r} cannot keep the source ({error})",
+                "Send less at once, or choose another policy",
+            ) from error
 
     def _padded(self, tensor: Tensor, size: int) -> Tensor:
         """Device memory of `size` bytes that begins with those of `tensor`."""

@@ -8,6 +8,7 @@ from commlayer.progress.engine import Lane, NativeWork, Pause
 from commlayer.progress.operation import Operation
 from commlayer.progress.runtime import Runtime
 from commlayer.progress.waiter import Waiter, WaiterProgress
+from commlayer.wire.modes import outside_modes
 
 _TICK = 0.002
 """Seconds after which a lane that is wanted and that nobody moves is moved in the background."""
@@ -44,6 +45,7 @@ class _SharedWaiter(Waiter):
         self._urgent = True
         self._nudge.set()
 
+    @outside_modes
     def move(self, operation: Operation) -> bool:
         """Move the lane until `operation` is settled; False if it is to be waited for instead."""
         while not operation.settled:

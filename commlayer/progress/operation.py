@@ -6,6 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from commlayer.errors import CommError, Subject
 from commlayer.progress.retention import DeviceHold
 
@@ -138,11 +140,14 @@ class Operation:
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_COMPILER = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "")
+_INSIDE = (_PACKAGE, _COMPILER)
+"""Folders whose frames are no caller: a compiled function calls through the compiler's."""
 
 
 def calling_site() -> str:
     """``file:line`` of the nearest caller outside this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

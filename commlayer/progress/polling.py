@@ -10,6 +10,7 @@ import torch
 from commlayer.progress.engine import Driven, NativeWork, Procedure, Step
 from commlayer.progress.operation import Operation
 from commlayer.progress.runtime import Event, Runtime, Task
+from commlayer.wire.modes import outside_modes
 
 logger = logging.getLogger("commlayer")
 
@@ -90,6 +91,7 @@ class PollingProgress:
         for lane in lanes:
             lane.abandon(failure)
 
+    @outside_modes
     def advance(self) -> bool:
         """Poll every lane once; True if any moved.
 

@@ -6,11 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.policies import Policy
 from commlayer.semantics import SourceLifetime, WaitBlocks
+from commlayer.wire.tensors import as_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -81,26 +80,34 @@ class RecordStream(HoldReferences):
 
 
 class CopyOnPost:
-    """Copy tensors of up to `max_bytes` when they are posted: the caller may overwrite at once.
+    """Copy tensors when they are posted: the caller may overwrite them at once.
 
-    Larger tensors are held as by `HoldReferences`: they must not be overwritten
-    before the handle was waited.
+    A tensor of more than `max_bytes` (0: no bound) is refused (UNSUPPORTED).
     """
 
     name = "copy_on_post"
     requires: Mapping[str, Collection[Any]] = {}
     device_hold = DeviceHold.COMPLETION
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int = 0) -> None:
         self.max_bytes = max_bytes
 
     def retain(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [_copied(t) if t.nbytes <= self.max_bytes else t for t in tensors]
+        largest = max((tensor.nbytes for tensor in tensors), default=0)
+        # Held instead of copied, it would be overwritten by a caller who was promised a copy.
+        if 0 < self.max_bytes < largest:
+            raise CommError(
+                ErrorKind.UNSUPPORTED,
+                f"retention = {self.name!r}",
+                f"a tensor of {largest} bytes exceeds copy_max_bytes = {self.max_bytes}",
+                "Raise copy_max_bytes, or set it to 0 for tensors of any size",
+            )
+        return [_copied(tensor) for tensor in tensors]
 
 
 def _copied(tensor: Tensor) -> Tensor:
     """Copies bytes, since torch 2.8 cannot copy every dtype; `tensor` is contiguous."""
-    data = tensor.view(-1).view(torch.uint8).clone()
+    data = as_bytes(tensor).clone()
     return data.view(tensor.dtype).view(tensor.shape)
 
 

@@ -116,22 +116,31 @@ def meta_of(tensor: Tensor) -> TensorMeta:
     return TensorMeta(_NAMES[tensor.dtype], tuple(tensor.shape), tensor.device.type)
 
 
-def sendable(tensor: Tensor, operation: object, limits: Limits) -> Tensor:
-    """Return `tensor` as a plain, detached, contiguous tensor on the same device.
+def in_memory(tensor: Tensor, operation: object) -> Tensor:
+    """Return `tensor` without its Python subclass, sharing its memory.
 
-    The result shares memory with `tensor` unless that is non-contiguous or a
-    lazy conjugate or negative, which are copied.  Raises `CommError`
-    (UNSUPPORTED) for what has no dense memory of its own: sparse, quantized,
-    nested, meta, fake and lazy tensors, tensors inside a functorch transform,
-    and subclasses that wrap other tensors; and for what cannot be copied.
+    Raises `CommError` (UNSUPPORTED) for what has no dense memory of its own:
+    sparse, quantized, nested, meta, fake and lazy tensors, tensors inside a
+    transform, and subclasses that wrap other tensors.
     """
     if type(tensor) is not Tensor:
         tensor = _without_subclass(tensor, operation)
     if not _is_dense(tensor):
         raise _refusal(tensor, operation)
+    return tensor
+
+
+def sendable(tensor: Tensor, operation: object, limits: Limits) -> Tensor:
+    """Return `tensor` as a plain, detached, contiguous tensor on the same device.
+
+    The result shares memory with `tensor` unless that is non-contiguous or a
+    lazy conjugate or negative, which are copied.  Raises `CommError`
+    (UNSUPPORTED) as `in_memory` does, and for what cannot be copied.
+    """
+    tensor = in_memory(tensor, operation)
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if tensor.is_conj() or tensor.is_neg() or not tensor.is_contiguous():
+    if is_lazy_view(tensor) or not tensor.is_contiguous():
         tensor = _copy(tensor, operation, limits)
     return tensor
 
@@ -170,9 +179,23 @@ def is_plain(value: object) -> bool:
     )
 
 
+def plain_alias(tensor: Tensor) -> Tensor:
+    """`tensor` without its Python subclass, none of whose code runs."""
+    if type(tensor) is Tensor:
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(Tensor)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a contiguous tensor without history as one-dimensional ``uint8``, sharing its memory."""
-    return tensor.view(-1).view(torch.uint8)
+    # `view(-1)` keeps the stride of a single element, which `view(torch.uint8)` then refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def is_lazy_view(tensor: Tensor) -> bool:
+    """Whether the memory of `tensor` holds the conjugates or negatives of its elements."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def overlaps(tensor: Tensor) -> bool:
@@ -209,37 +232,36 @@ def _without_subclass(tensor: Tensor, operation: object) -> Tensor:
     kind = type(tensor)
     if not isinstance(tensor, Tensor):
         raise CommError(
-            ErrorKind.UNSUPPORTED, operation, f"a {kind.__name__} is not a tensor", "Send a tensor"
+            ErrorKind.UNSUPPORTED, operation, f"a {kind.__name__} is not a tensor", "Pass a tensor"
         )
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         raise CommError(
             ErrorKind.UNSUPPORTED,
             operation,
             f"a tensor of type {kind.__module__}.{kind.__qualname__} has no plain memory",
-            "Send the plain tensor behind it (a DTensor's `to_local()`)",
+            "Use the plain tensor behind it (a DTensor's `to_local()`)",
         )
     if is_lazy(tensor):
         raise CommError(
             ErrorKind.UNSUPPORTED, operation, "a lazy tensor has no data yet", "Initialise it first"
         )
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.as_subclass(Tensor)
+    return plain_alias(tensor)
 
 
 def _refusal(tensor: Tensor, operation: object) -> CommError:
     if tensor.is_meta:
-        cause, cure = "a meta tensor has no data", "Send a tensor that has"
+        cause, cure = "a meta tensor has no data", "Use a tensor that has"
     elif tensor.is_nested:
-        cause, cure = "a nested tensor has no single shape", "Send its components (`unbind()`)"
+        cause, cure = "a nested tensor has no single shape", "Use its components (`unbind()`)"
     elif tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.").lstrip("_")
-        cause, cure = f"a tensor of layout {layout} is not dense", "Send `tensor.to_dense()`"
+        cause, cure = f"a tensor of layout {layout} is not dense", "Use `tensor.to_dense()`"
     elif tensor.dtype not in _NAMES:
         cause = f"a tensor of {tensor.dtype} has no byte per element"
-        cure = "Send `tensor.int_repr()` and its scale" if tensor.is_quantized else "Convert it"
+        cure = "Use `tensor.int_repr()` and its scale" if tensor.is_quantized else "Convert it"
     else:
         cause = "the tensor has no memory (freed or shrunk storage, or a functorch transform)"
-        cure = "Send it while its storage exists, outside of vmap, grad and functionalize"
+        cure = "Use it while its storage exists, outside of vmap, grad and functionalize"
     return CommError(ErrorKind.UNSUPPORTED, operation, cause, cure)
 
 

@@ -14,7 +14,7 @@ from ranks.pool import Ranks
 
 from commlayer import CommError, Communicator, ErrorKind, Handle
 
-INLINE, LARGE = 16, 1 << 18
+INLINE, LARGE = 16, 1 << 19
 
 each_size = pytest.mark.parametrize("elements", [INLINE, LARGE], ids=["inline", "large"])
 each_kind = pytest.mark.parametrize("kind", ["tensor", "object", "tensor_dict", "broadcast"])
@@ -96,7 +96,7 @@ def test_an_overwrite_in_flight_names_the_posting_line(ranks: Ranks, kind: str) 
 
 
 def overwrite_a_copy(kind: str, elements: int) -> None:
-    comm = here.connect(retention="copy_on_post", copy_max_bytes=4 * LARGE, check_lifetime=True)
+    comm = here.connect(retention="copy_on_post", check_lifetime=True)
     if comm.rank == 0:
         tensor = torch.ones(elements)
         handle = post(comm, kind, tensor)

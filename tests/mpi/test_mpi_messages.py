@@ -13,6 +13,7 @@ import pytest
 import torch
 from commlayer_testkit.conformance.ranks.stopping import stopped
 from mpi_job import Jobs, meet
+from views import exchange
 
 import commlayer
 from commlayer.communicator import Communicator
@@ -291,6 +292,15 @@ def test_on_two_ranks(mpi: Jobs, body: Any) -> None:
 
 def test_any_thread_may_wait_again_and_after_close(mpi: Jobs) -> None:
     assert mpi(2).run(wait_from_many_threads) == [["done"] * 4] * 2
+
+
+def random_layouts() -> None:
+    with connect(inline_bytes=1024) as comm:
+        exchange(comm, 150, 3000)
+
+
+def test_random_layouts_of_source_and_target(mpi: Jobs) -> None:
+    mpi(2).run(random_layouts)
 
 
 def test_ten_thousand_messages_arrive_in_order(mpi: Jobs) -> None:

@@ -177,8 +177,6 @@ def overlapping() -> torch.Tensor:
 UNFIT_TARGETS = UNSENDABLE | {
     "expanded": lambda: torch.zeros(1, 3).expand(4, 3),
     "overlapping": overlapping,
-    "conjugated": lambda: torch.zeros(3, dtype=torch.complex64).conj(),
-    "negated": lambda: torch.zeros(3, dtype=torch.complex64).conj().imag,
     "sub-byte": lambda: torch.empty(3, dtype=torch.uint4),
 }
 

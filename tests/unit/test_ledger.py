@@ -398,12 +398,62 @@ def test_a_copy_may_be_overwritten_at_once() -> None:
         handle.wait(30)
 
 
-def test_beyond_its_size_copy_on_post_holds() -> None:
-    with connected(retention="copy_on_post", copy_max_bytes=100) as (a, b):
-        source = torch.zeros(5000)
-        a.isend(source, 1)
+@pytest.mark.parametrize("elements", [10, 5000, 1 << 20], ids=["inline", "large", "4 MiB"])
+def test_a_copy_is_made_whatever_its_size(elements: int) -> None:
+    with connected(check_lifetime=True, retention="copy_on_post") as (a, b):
+        source = torch.zeros(elements)
+        handles = [
+            a.isend(source, 1),
+            a.isend_object([source], 1),
+            a.isend_tensor_dict({"x": source}, 1),
+            a.broadcast(source, 0, async_op=True),
+        ]
         source.fill_(1)
-        assert b.recv(None, 0).sum() == 5000
+        assert b.recv(None, 0).sum() == 0
+        assert b.recv_object(0)[0].sum() == 0
+        assert b.recv_tensor_dict(0)["x"].sum() == 0
+        assert b.broadcast(None, 0).sum() == 0
+        for handle in handles:
+            handle.wait(30)
+
+
+def test_beyond_its_bound_copy_on_post_refuses() -> None:
+    with connected(retention="copy_on_post", copy_max_bytes=5000 * 4 - 1) as (a, b):
+        source = torch.zeros(5000)
+        for call in (
+            lambda: a.isend(source, 1),
+            lambda: a.isend_tensor_dict({"x": source, "y": 1}, 1),
+            lambda: a.broadcast(source, 0),
+        ):
+            with pytest.raises(CommError, match="copy_max_bytes = 19999") as caught:
+                call()
+            assert caught.value.kind is ErrorKind.UNSUPPORTED
+            assert caught.value.peer == 1
+            assert "copy_max_bytes" in caught.value.cure
+        a.isend(source[1:], 1)
+        source.fill_(1)
+        assert b.recv(None, 0).sum() == 0
+
+
+class NoMemory:
+    """A retention policy whose copies find no memory."""
+
+    name = "no_memory"
+    requires: Any = {}  # noqa: RUF012
+
+    def retain(self, tensors: Any) -> Any:
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+
+def test_a_policy_that_cannot_keep_a_source_fails_the_post_and_nothing_else() -> None:
+    with connected(retention=NoMemory()) as (a, b):
+        with pytest.raises(CommError, match="not enough memory") as caught:
+            a.isend(torch.ones(5000), 1)
+        assert caught.value.kind is ErrorKind.UNSUPPORTED
+        assert "no_memory" in caught.value.cause
+        assert a.ledger.snapshot().operations == ()
+        a.isend(torch.ones(5), 1)
+        assert b.recv(None, 0).sum() == 5
 
 
 @pytest.mark.parametrize("nbytes", [0, 8, 1 << 20], ids=["freed", "shrunk", "moved"])

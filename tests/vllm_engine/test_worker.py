@@ -106,15 +106,14 @@ def test_without_the_handles_of_the_tensors_it_would(ranks: Ranks) -> None:
 
 
 def test_copies_make_a_worker_right_that_does_not_wait(ranks: Ranks) -> None:
-    table = {"retention": "copy_on_post", "copy_max_bytes": 1 << 30}
-    assert received(ranks, waits=False, **table) == RIGHT
+    assert received(ranks, waits=False, retention="copy_on_post") == RIGHT
 
 
 def not_waiting() -> str:
     seams.worker_waits = lambda: False
     group = groups.pipeline()
     comm = groups.installed(group).wire.comm  # type: ignore[attr-defined]
-    assert comm.config.copy_max_bytes == comm.config.max_message_bytes
+    assert comm.config.copy_max_bytes == 0
     groups.end(group)
     retention: str = comm.config.retention
     return retention

@@ -49,9 +49,7 @@ def _install(
     config = settings.config
     waits = seams.worker_waits()
     if not waits:
-        config = msgspec.structs.replace(
-            config, retention="copy_on_post", copy_max_bytes=config.max_message_bytes
-        )
+        config = msgspec.structs.replace(config, retention="copy_on_post", copy_max_bytes=0)
     comm = connect(config, group=group.cpu_group)
     counts: Counter[str] = Counter()
     broadcasts = TokenBroadcasts(group, comm, settings, counts)

@@ -507,7 +507,9 @@ def site() -> str:
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if (
-            not module.startswith(("commlayer.", "torch", "greenlet", "weakref"))
+            not module.startswith(
+                ("commlayer.", "commlayer_testkit.", "torch", "greenlet", "weakref")
+            )
             or ".scenarios" in module
         ):
             return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"

@@ -1,0 +1,80 @@
+"""What the thread that calls may have set up: modes under which memory is not real, compilers.
+
+Modes of torch (fake tensors, functional tensors, any dispatch mode, the
+transforms of `torch.func`) are of a thread.  Under one, an operation on real
+memory may give a tensor that has none, which a transport must never see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch._C import _functorch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.compiler import is_compiling
+
+from commlayer.errors import CommError, ErrorKind
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_transform: Callable[[], object] = _functorch.maybe_current_level
+
+
+def refuse_modes(operation: object) -> None:
+    """Raise `CommError` (UNSUPPORTED) if this thread has a mode under which memory is not real."""
+    if _dispatch_modes() or _transform() is not None:
+        what = "a dispatch mode" if _dispatch_modes() else "a transform of torch.func"
+        raise CommError(
+            ErrorKind.UNSUPPORTED,
+            operation,
+            f"{what} is active on this thread, and tensors made under it may have no memory",
+            "Send and receive outside of the mode",
+        )
+
+
+def outside_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate what works on real memory, on whatever thread waits: its modes see nothing of it."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _dispatch_modes() and _transform() is None:
+            return function(*args, **kwargs)
+        with torch._C._DisableTorchDispatch(), temporarily_clear_interpreter_stack():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def uncompiled(cls: C) -> C:
+    """Decorate a class: `torch.compile` breaks its graph at every public method and runs it.
+
+    Otherwise it would follow the method inwards, where a tensor that it traces
+    has no memory.
+    """
+    for name, method in list(vars(cls).items()):
+        if callable(method) and not name.startswith("_"):
+            setattr(cls, name, _uncompiled(method))
+    return cls
+
+
+def _uncompiled(method: Callable[P, R]) -> Callable[P, R]:
+    disabled: list[Any] = []
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # The compiler takes the first for true, and does not always look at this frame.
+        if not (is_compiling() or get_eval_frame_callback() is not None):
+            return method(*args, **kwargs)
+        if not disabled:  # as late as here, because it imports the compiler
+            disabled.append(torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+        result: R = disabled[0](*args, **kwargs)
+        return result
+
+    return call
