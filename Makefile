@@ -102,6 +102,7 @@ test-ray: $(RAY_VENV)/.installed  ## Test ranks that are Ray actors, in an envir
 test-cuda: $(CUDA_VENV)/.installed  ## Test the CUDA build of torch without a GPU: tests/standin (CUDA_ARGS="-k pair")
 	LD_PRELOAD=$$($(CUDA_BIN)/python tests/standin/build.py) GLOO_SOCKET_IFNAME=lo \
 	    $(CUDA_BIN)/python -m pytest $(CUDA_TESTS) $(CUDA_ARGS)
+
 test-oneccl: $(VENV)/.development  ## Test oneCCL's own library on host memory, and the plugin beside Intel's extension (ONECCL_ARGS="-k order")
 	$(BIN)/python tests/oneccl_library/prepare.py $(ONECCL)
 	ONECCL_LIBRARY=$(CURDIR)/$(ONECCL) $(BIN)/python -m pytest -n 0 tests/oneccl_library $(ONECCL_ARGS)
@@ -176,6 +177,8 @@ $(CUDA_VENV)/.installed: $(REQUIREMENTS)
 	    { echo "Not run: the CUDA build of torch cannot be installed here" >&2; exit 1; }
 	$(CUDA_BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 	    -e '.[cli]' greenlet numpy pytest pytest-timeout $(EDITABLE_PLUGINS)
+	@touch $@
+
 # The newest extension, and the torch that it wants: the one on the package index is for CUDA.
 $(IPEX_VENV)/.installed: pyproject.toml plugins/commlayer-oneccl/pyproject.toml
 	@echo "Installing intel-extension-for-pytorch and its torch (7 GB) into $(IPEX_VENV)"
