@@ -14,6 +14,7 @@ CUDA_VENV ?= .venv-cuda
 CUDA_ARGS ?=
 IPEX_VENV ?= .venv-ipex
 ONECCL_ARGS ?=
+NPU_VENV ?= .venv-npu
 
 BIN := $(VENV)/bin
 VLLM_BIN := $(VLLM_VENV)/bin
@@ -21,6 +22,8 @@ RAY_BIN := $(RAY_VENV)/bin
 CUDA_BIN := $(CUDA_VENV)/bin
 IPEX_BIN := $(IPEX_VENV)/bin
 ONECCL := build/oneccl
+NPU_BIN := $(NPU_VENV)/bin
+CANN_STUBS := build/cann_stubs
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 PLUGIN_PACKAGES := $(wildcard $(PLUGINS:%=%/commlayer_*))
 REQUIREMENTS := constraints.txt pyproject.toml $(PLUGINS:%=%/pyproject.toml)
@@ -28,7 +31,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 EDITABLE_PLUGINS := $(PLUGINS:%=-e %)
 
 .DEFAULT_GOAL := help
-.PHONY: help test fuzz test-sim test-mutants test-gpu test-hosts certificates lint format docs wheels test-wheels demo bench performance test-vllm bench-vllm test-ray test-cuda test-oneccl clean
+.PHONY: help test fuzz test-sim test-mutants test-gpu test-hosts certificates lint format docs wheels test-wheels demo bench performance test-vllm bench-vllm test-ray test-cuda test-oneccl test-npu-binding clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -109,6 +112,10 @@ test-oneccl: $(VENV)/.development  ## Test oneCCL's own library on host memory, 
 	$(MAKE) --no-print-directory $(IPEX_VENV)/.installed
 	$(IPEX_BIN)/python tests/oneccl_library/beside_extension.py
 
+test-npu-binding: $(NPU_VENV)/.installed  ## Compare the npu plugin with the real torch_npu, its missing CANN libraries stubbed
+	$(NPU_BIN)/python tests/npu_binding/stubs.py $(CANN_STUBS)
+	LD_LIBRARY_PATH=$(CURDIR)/$(CANN_STUBS) $(NPU_BIN)/python -m pytest tests/npu_binding
+
 clean:  ## Remove caches and build results; keeps the virtual environment
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find commlayer plugins tests -name __pycache__ -prune -exec rm -rf {} +
@@ -186,4 +193,12 @@ $(IPEX_VENV)/.installed: pyproject.toml plugins/commlayer-oneccl/pyproject.toml
 	$(IPEX_BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    torch==2.8.0 intel-extension-for-pytorch==2.8.0 \
 	    -e . -e plugins/commlayer-gloo -e plugins/commlayer-oneccl
+	@touch $@
+
+$(NPU_VENV)/.installed: pyproject.toml plugins/commlayer-npu/pyproject.toml
+	@echo "Installing torch_npu and its torch into $(NPU_VENV)"
+	$(PYTHON) -m venv $(NPU_VENV)
+	$(NPU_BIN)/python -m pip install --quiet --disable-pip-version-check \
+	    torch==2.13.0 torch-npu==2.13.0 numpy pyyaml pytest pytest-timeout \
+	    -e . -e plugins/commlayer-gloo -e plugins/commlayer-npu
 	@touch $@
