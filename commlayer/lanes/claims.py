@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from commlayer.errors import CommError, ErrorKind
-from commlayer.lanes.receiving import Incoming
+from commlayer.lanes.incoming import Incoming
 from commlayer.progress.operation import Operation
 from commlayer.wire.frame import Kind, Placement
 from commlayer.wire.storage import has_memory
@@ -119,7 +119,9 @@ class MessageClaim:
 
     def value(self, incoming: Incoming) -> Any:
         if incoming.parsed is not None:
-            return incoming.parsed.build([t for t in incoming.tensors if t is not None])
+            return incoming.parsed.build(
+                [t for t in incoming.tensors if t is not None], self.operation.describe()
+            )
         tensor = incoming.tensors[0]
         if self._target is None:
             return tensor

@@ -11,7 +11,8 @@ from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ErrorKind, connection_with
 from commlayer.lanes.closing import Parting
 from commlayer.lanes.context import Ahead, LaneContext
-from commlayer.lanes.receiving import Incoming, RecvLane
+from commlayer.lanes.incoming import Incoming
+from commlayer.lanes.receiving import RecvLane
 from commlayer.lanes.sending import SendLane
 from commlayer.liveness.meeting import Link
 from commlayer.liveness.monitor import Monitor

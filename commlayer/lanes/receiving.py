@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Generator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from commlayer.backend import Endpoint
 from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ErrorKind, Subject
 from commlayer.lanes.context import LaneContext, driver_died, reserved_key
+from commlayer.lanes.incoming import Claim, Incoming
+from commlayer.lanes.payload import PayloadReceiver
 from commlayer.progress.engine import NativeWork, Procedure
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.runtime import Event
@@ -30,71 +32,12 @@ from commlayer.wire.frame import (
     decode_prefix,
     protocol_error,
 )
-from commlayer.wire.schemas import AheadOfHeader, ReceivedSchemas, Schema, is_named
+from commlayer.wire.schemas import ReceivedSchemas, Schema, is_named
 from commlayer.wire.tags import CONTROL_LANE, TagMap
-from commlayer.wire.tensors import DTYPES, TensorMeta, as_bytes, from_meta
+from commlayer.wire.tensors import DTYPES, as_bytes
 from commlayer.wire.values import Parsed, parse
 
 _VALUES = (Kind.OBJECT, Kind.TENSOR_DICT)
-
-
-class Incoming:
-    """A message whose header was checked.
-
-    `tensors` are those that are here: payload that a claim received into its
-    own memory stays ``None``.
-    """
-
-    __slots__ = ("parsed", "schema", "sequence", "slot", "step", "tensors")
-
-    def __init__(self, prefix: Prefix, schema: Schema, parsed: Parsed | None) -> None:
-        self.schema = schema
-        self.sequence = prefix.sequence
-        self.slot = prefix.slot
-        self.step = prefix.step
-        self.parsed = parsed
-        self.tensors: list[Tensor | None] = []
-
-    @property
-    def kind(self) -> Kind:
-        return self.schema.kind
-
-    @property
-    def body(self) -> Body:
-        return self.schema.body
-
-    def placed(self, where: Placement) -> list[int]:
-        """Indices of the tensors that travel as `where` says."""
-        return [index for index, place in enumerate(self.body.placements) if place == where]
-
-    @property
-    def on_device(self) -> bool:
-        """Whether it has payload on the device transport."""
-        return self.schema.on_device
-
-
-class Claim(Protocol):
-    """A receive that was asked for."""
-
-    @property
-    def operation(self) -> Operation: ...
-
-    @property
-    def at_most(self) -> int:
-        """The size in bytes that was declared for its tensor; -1 if none was."""
-        ...
-
-    def refusal(self, incoming: Incoming) -> CommError | None:
-        """Why `incoming` is not what was asked for, or ``None``."""
-        ...
-
-    def buffer(self, incoming: Incoming, index: int) -> Tensor | None:
-        """Memory (1-D uint8, of exactly its size) to receive tensor `index` into, or ``None``."""
-        ...
-
-    def value(self, incoming: Incoming) -> Any:
-        """What the receive yields, all tensors of `incoming` being here."""
-        ...
 
 
 class _Header:
@@ -166,6 +109,7 @@ class RecvLane:
         self._ended = False
         self._posted: deque[_PostedHeader] = deque()
         self._schemas = ReceivedSchemas()
+        self._payload = PayloadReceiver(endpoint, self._receive, context.serial, self._where)
         self._fresh: tuple[Schema, list[Tensor | None]] | None = None
         self.stuck = False
         """Whether the lane broke with receives posted that nothing will complete."""
@@ -266,18 +210,21 @@ class RecvLane:
                 claim = None
                 if incoming.schema.payload:
                     claim = yield from self._next_claim()
-                    yield from self._receive_payload(incoming, claim)
+                    yield from self._payload.receive(incoming, claim)
                 self._hand_over(incoming, claim)
                 schema, slot = incoming.schema, incoming.slot
                 del incoming, claim
                 yield None
+                yield from self._payload.throw_away_owed()
                 if slot > LOOSE:
-                    self._post_payload_ahead(schema, slot)
-                self._fresh = (schema, schema.allocate()) if schema.inline else None
+                    self._payload.post_ahead(schema, slot)
+                self._fresh = self._made_ahead(schema)
                 yield from self._throttle()
                 self._post_header(header)
         except CommError as error:
             self._break(error)
+        except MemoryError:
+            self._break(protocol_error(self._where, "this rank has no memory to read a header"))
         except Exception as error:
             self._context.peer_failed(self.key.peer, error)
 
@@ -358,13 +305,24 @@ class RecvLane:
                 )
             self._reserved = schema.body.at_most
 
+    @staticmethod
+    def _made_ahead(schema: Schema) -> tuple[Schema, list[Tensor | None]] | None:
+        """Memory for the next message of `schema`, made while nobody waits for it."""
+        tensors = schema.allocate() if schema.inline else None
+        return None if tensors is None else (schema, tensors)
+
     def _unpack_inline(self, incoming: Incoming, address: int) -> None:
         """Copy what travelled in the header out of it, so that its buffer can be posted again."""
         schema = incoming.schema
+        tensors: list[Tensor | None] | None
         if self._fresh is not None and self._fresh[0] is schema:
             tensors, self._fresh = self._fresh[1], None
         else:
             tensors = schema.allocate()
+        if tensors is None:
+            incoming.lost_bytes = max(1, schema.inline)
+            incoming.tensors = [None] * len(schema.parts)
+            return
         incoming.tensors = tensors
         if schema.inline:
             for tensor, (_, _, nbytes, place) in zip(tensors, schema.parts, strict=True):
@@ -373,53 +331,12 @@ class RecvLane:
                     ctypes.memmove(tensor.data_ptr(), address, nbytes)
                     address += nbytes
 
-    def _receive_payload(self, incoming: Incoming, claim: Claim | None) -> Procedure:
-        """Receive the payload: into what was posted ahead, the claim's memory, or new tensors.
-
-        Payload that nobody wants is received and thrown away.
-        """
-        schema, slot = incoming.schema, incoming.slot
-        wanted = claim is not None and claim.refusal(incoming) is None
-        posted = self._schemas.ahead.pop(slot, None)
-        if posted is not None and posted.schema is not schema:
-            for work in posted.works:
-                yield NativeWork(self._endpoint, work)
-            posted = None
-        works: deque[Any] = deque()
-        if posted is not None:
-            works.extend(posted.works)
-            for index, tensor in zip(schema.payload, posted.tensors, strict=True):
-                incoming.tensors[index] = tensor
-        del posted
-        if not works:
-            for index in schema.payload:
-                buffer = claim.buffer(incoming, index) if claim is not None and wanted else None
-                if buffer is None:
-                    fresh = self._allocate(incoming.body.tensors[index])
-                    if wanted:
-                        incoming.tensors[index] = fresh
-                    buffer = as_bytes(fresh)
-                works.append(self._receive(buffer, slot))
-                if self._context.serial:
-                    yield NativeWork(self._endpoint, works.pop())
-        while works:
-            yield NativeWork(self._endpoint, works.popleft())
-
-    def _post_payload_ahead(self, schema: Schema, slot: int) -> None:
-        """Post the receives for the next message of `schema`."""
-        tensors = [self._allocate(schema.body.tensors[index]) for index in schema.payload]
-        works = [self._receive(as_bytes(tensor), slot) for tensor in tensors]
-        self._schemas.ahead[slot] = AheadOfHeader(schema, tensors, works)
-
     def _take_fillers(self) -> Procedure:
-        """Complete every receive that was posted ahead."""
+        """Complete every receive that was posted ahead, and what payload is left."""
+        yield from self._payload.end()
         while self._posted:
             yield NativeWork(self._endpoint, self._posted[0].work)
             self._posted.popleft()
-        for posted in self._schemas.ahead.values():
-            for work in posted.works:
-                yield NativeWork(self._endpoint, work)
-        self._schemas.ahead.clear()
 
     def _throttle(self) -> Generator[Event, None, None]:
         while True:
@@ -441,18 +358,6 @@ class RecvLane:
                     return None
                 self._wake.clear()
             yield self._wake
-
-    def _allocate(self, meta: TensorMeta) -> Tensor:
-        try:
-            with torch.inference_mode(False):
-                return from_meta(meta, "cpu")
-        except (RuntimeError, MemoryError) as error:
-            raise CommError(
-                ErrorKind.PROTOCOL,
-                self._where,
-                f"no memory for a tensor of {meta.nbytes} bytes ({error})",
-                "Lower max_message_bytes on both ranks, or send less at once",
-            ) from error
 
     def _hand_over(self, incoming: Incoming, claim: Claim | None = None) -> None:
         with self._lock:
@@ -495,6 +400,8 @@ class RecvLane:
         operation.sequence = incoming.sequence
         self._context.ledger.matched(operation)
         error = claim.refusal(incoming)
+        if error is None and incoming.lost_bytes:
+            error = _no_memory(operation, incoming.lost_bytes)
         if error is not None:
             self._context.ledger.fail(operation, error)
         return error is not None
@@ -578,7 +485,12 @@ class RecvLane:
         except Exception as failure:
             self._context.ledger.fail(
                 operation,
-                protocol_error(operation.describe(), f"the value cannot be built ({failure})"),
+                CommError(
+                    ErrorKind.PROTOCOL,
+                    operation.describe(),
+                    f"the value cannot be built ({type(failure).__name__}: {failure})",
+                    "See the cause; this message is lost, later ones are not",
+                ),
             )
         return None
 
@@ -594,8 +506,11 @@ class RecvLane:
         )
 
     def _break(self, error: CommError) -> None:
+        """End the lane: what comes next on it cannot be told apart from what went wrong."""
         self._ended = True
-        self.stuck = bool(self._posted or self._schemas.ahead)
+        cure = f"{error.cure}; this lane has ended: nothing more is received on it"
+        error = CommError(error.kind, error.operation, error.cause, cure)
+        self.stuck = bool(self._posted) or self._payload.pending
         self.fail(error)
         self._context.lane_broken(self.key, error)
 
@@ -643,3 +558,13 @@ class RecvLane:
 
     def abandon(self, error: BaseException) -> None:
         self._break(driver_died(self.name, error))
+
+
+def _no_memory(operation: Operation, nbytes: int) -> CommError:
+    return CommError(
+        ErrorKind.PROTOCOL,
+        operation.describe(),
+        f"this rank has no memory for {nbytes} bytes of the message",
+        "Send less at once, or receive into memory that is there; this message is lost, later ones "
+        "are not",
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -189,13 +189,21 @@ class Schema:
         self.on_device = any(place >= Placement.DEVICE for place in placements)
         self.reserved = Placement.RESERVED in placements
 
-    def allocate(self) -> list[Tensor | None]:
-        """New tensors for what travels in the header, and for what is empty."""
-        with torch.inference_mode(False):
-            return [
-                torch.empty(shape, dtype=dtype, device="cpu") if place < Placement.MESSAGE else None
-                for shape, dtype, _, place in self.parts
-            ]
+    def allocate(self) -> list[Tensor | None] | None:
+        """New tensors for what travels in the header, and for what is empty.
+
+        ``None`` where there is no memory for them.
+        """
+        try:
+            with torch.inference_mode(False):
+                return [
+                    torch.empty(shape, dtype=dtype, device="cpu")
+                    if place < Placement.MESSAGE
+                    else None
+                    for shape, dtype, _, place in self.parts
+                ]
+        except (RuntimeError, MemoryError):
+            return None
 
     @property
     def may_have_slot(self) -> bool:
@@ -203,20 +211,11 @@ class Schema:
         return fits_a_slot([self.parts[index][2] for index in self.payload])
 
 
-class AheadOfHeader(NamedTuple):
-    """Receives posted for the next message of a schema: tensors, their bytes, native works."""
-
-    schema: Schema
-    tensors: list[Tensor]
-    works: list[Any]
-
-
 class ReceivedSchemas:
-    """Numbers that the peer has given, and what is posted ahead on which slot."""
+    """Numbers that the peer has given."""
 
     def __init__(self) -> None:
         self._known: dict[int, Schema] = {}
-        self.ahead: dict[int, AheadOfHeader] = {}
 
     def define(self, number: int, schema: Schema) -> None:
         self._known[number] = schema

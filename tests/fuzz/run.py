@@ -116,7 +116,9 @@ def decode(data: bytes) -> str:
         schema = Schema(prefix.kind, body, None)
         if prefix.kind in (Kind.OBJECT, Kind.TENSOR_DICT):
             parsed = parse(body.value, len(body.tensors), LIMITS, "fuzz")
-            parsed.build([torch.empty(shape, dtype=dtype) for shape, dtype, _, _ in schema.parts])
+            parsed.build(
+                [torch.empty(shape, dtype=dtype) for shape, dtype, _, _ in schema.parts], "fuzz"
+            )
     except CommError as error:
         if error.kind is not ErrorKind.PROTOCOL:
             raise

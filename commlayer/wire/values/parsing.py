@@ -26,34 +26,41 @@ _MAX_EQUAL_HASHES = 1024
 
 
 class Parsed:
-    """A fully checked value that waits for its tensors."""
+    """A checked value that waits for its tensors."""
 
-    __slots__ = ("_operation", "_root", "reusable")
+    __slots__ = ("_failure", "_root", "reusable")
 
-    def __init__(self, root: Any, operation: object) -> None:
+    def __init__(self, root: Any, failure: _Unbuildable | None = None) -> None:
         self._root = root
-        self._operation = operation
+        self._failure = failure
         self.reusable = type(root) is _Deferred and root.is_flat_dict()
         """Whether `build` may be called again: the value is a dict of str to tensors."""
 
-    def build(self, tensors: Sequence[Tensor]) -> Any:
+    def build(self, tensors: Sequence[Tensor], operation: object) -> Any:
         """Return the value with `tensors` in their places; called once unless `reusable`.
 
-        Raises `CommError` (PROTOCOL) only where a registered class that holds a
-        tensor refuses its fields.
+        Raises `CommError` (PROTOCOL) where this rank cannot make the value: it does
+        not know a class, a class refuses its fields, or memory is short.
         """
+        failure = self._failure
         try:
-            return _fill(self._root, tensors)
-        except _Malformed as malformed:
-            raise malformed.error(self._operation) from malformed.__cause__
+            if failure is None:
+                return _fill(self._root, tensors)
+        except _Unbuildable as unbuildable:
+            failure = unbuildable
+        except MemoryError as error:
+            failure = _no_memory(error)
+        assert failure is not None
+        raise failure.error(operation) from failure.__cause__
 
 
 def parse(data: bytes | memoryview, tensor_count: int, limits: Limits, operation: object) -> Parsed:
     """Read and check what `pack` wrote for a message with `tensor_count` tensors.
 
     `data` is trusted in nothing.  Raises `CommError` (PROTOCOL) for bytes that
-    `pack` under the same limits cannot have written, for classes that are not
-    registered here, and for pickled values unless ``limits.allow_pickle``.
+    `pack` under the same limits cannot have written, pickled values without
+    ``limits.allow_pickle`` among them.  What it can have written and this rank cannot
+    make raises in `Parsed.build`, so that the message fails and nothing after it.
     """
     try:
         if len(data) > limits.max_header_bytes:
@@ -68,16 +75,25 @@ def parse(data: bytes | memoryview, tensor_count: int, limits: Limits, operation
         root = parser.take(1)
         parser.finish()
     except RecursionError as error:
-        raise _Malformed("it is nested deeper than the rest of this thread's stack").error(
-            operation
-        ) from error
+        short = _Unbuildable(
+            "it is nested deeper than the rest of this thread's stack", "Send a flatter value"
+        )
+        short.__cause__ = error
+        return Parsed(None, short)
+    except MemoryError as error:
+        return Parsed(None, _no_memory(error))
+    except _Unbuildable as unbuildable:
+        return Parsed(None, unbuildable)
     except _Malformed as malformed:
         raise malformed.error(operation) from malformed.__cause__
-    return Parsed(root, operation)
+    return Parsed(root)
 
 
 class _Malformed(Exception):
-    """What is wrong with the received bytes."""
+    """What is wrong with the received bytes: no commlayer of this configuration wrote them."""
+
+    what = "the received value is malformed or not acceptable"
+    fate = ""
 
     def __init__(
         self, cause: str, cure: str = "Check that all ranks run the same version and configuration"
@@ -87,11 +103,21 @@ class _Malformed(Exception):
 
     def error(self, operation: object) -> CommError:
         return CommError(
-            ErrorKind.PROTOCOL,
-            operation,
-            f"the received value is malformed or not acceptable: {self}",
-            self.cure,
+            ErrorKind.PROTOCOL, operation, f"{self.what}: {self}", f"{self.cure}{self.fate}"
         )
+
+
+class _Unbuildable(_Malformed):
+    """Why a value that was sent rightly cannot be made on this rank."""
+
+    what = "the received value cannot be made on this rank"
+    fate = "; this message is lost, later ones are not"
+
+
+def _no_memory(error: MemoryError) -> _Unbuildable:
+    failure = _Unbuildable("there is no memory for it", "Send less at once")
+    failure.__cause__ = error
+    return failure
 
 
 class _Hole:
@@ -187,7 +213,7 @@ class _Parser:
         try:
             distinct = len(set(map(hash, items))) if count > _MAX_EQUAL_HASHES else count
         except Exception as error:
-            raise _Malformed("a key or a member of a set has no hash") from error
+            raise _Unbuildable("a key or a member of a set has no hash") from error
         if count - distinct > _MAX_EQUAL_HASHES:
             raise _Malformed("too many keys have the same hash")
         return items
@@ -227,9 +253,9 @@ def _take_set(make: Any, parser: _Parser, data: bytes, depth: int) -> Any:
     try:
         members = make(items)
     except Exception as error:
-        raise _Malformed("a member of a set has no hash") from error
+        raise _Unbuildable("a member of a set has no hash") from error
     if len(members) != len(items):
-        raise _Malformed("a set has a member twice")
+        raise _Unbuildable("a set has a member twice")
     return members
 
 
@@ -248,9 +274,9 @@ def _take_dict(parser: _Parser, data: bytes, depth: int) -> Any:
     try:
         result = dict(zip(keys, values, strict=True))
     except Exception as error:
-        raise _Malformed("a key has no hash") from error
+        raise _Unbuildable("a key has no hash") from error
     if len(result) != count:
-        raise _Malformed("a dict has a key twice")
+        raise _Unbuildable("a dict has a key twice")
     return result if parser.holes == holes else _Deferred(partial(_make_dict, keys), values)
 
 
@@ -261,7 +287,7 @@ def _make_dict(keys: Iterable[Any], values: Iterable[Any]) -> dict[Any, Any]:
 def _registered(name: str) -> Registered:
     entry = by_name.get(name)
     if entry is None:
-        raise _Malformed(
+        raise _Unbuildable(
             f"the class {short(name)} is not registered on this rank",
             "Register it on all ranks (`commlayer.register`)",
         )
@@ -272,12 +298,12 @@ def _take_object(parser: _Parser, data: bytes, depth: int) -> Any:
     count = _count(data[:4])
     entry = _registered(_text(data[4:]))
     if issubclass(entry.cls, Enum):
-        raise _Malformed(f"the enum {entry.name} has no fields")
+        raise _Unbuildable(f"the enum {entry.name} has no fields")
     names = parser.take_items(count, depth)
     if any(type(name) is not str for name in names) or len(set(names)) != count:
         raise _Malformed(f"the fields of {entry.name} are not named once each")
     if unlike := set(names).difference(entry.fields) | entry.required.difference(names):
-        raise _Malformed(
+        raise _Unbuildable(
             f"the field {short(min(unlike))} of {entry.name} exists on one rank only",
             "Run the same version of the class on all ranks",
         )
@@ -295,14 +321,14 @@ def _make_object(entry: Registered, names: Sequence[str], values: Sequence[Any])
         for name, value in late.items():
             object.__setattr__(made, name, value)
     except Exception as error:
-        raise _Malformed(f"{entry.name} refuses its fields ({error})") from error
+        raise _Unbuildable(f"{entry.name} refuses its fields ({error})") from error
     return made
 
 
 def _take_member(parser: _Parser, data: bytes, depth: int) -> Any:
     entry = _registered(_text(data[4:]))
     if not issubclass(entry.cls, Enum) or _count(data[:4]) != 1:
-        raise _Malformed(f"{entry.name} is not an enum")
+        raise _Unbuildable(f"{entry.name} is not an enum")
     (member,) = parser.take_items(1, depth)
     try:
         if issubclass(entry.cls, Flag):
@@ -312,7 +338,7 @@ def _take_member(parser: _Parser, data: bytes, depth: int) -> Any:
             return entry.cls[member]
     except Exception:
         pass
-    raise _Malformed(f"the enum {entry.name} has no member {short(member)} on this rank")
+    raise _Unbuildable(f"the enum {entry.name} has no member {short(member)} on this rank")
 
 
 def _take_tensor(parser: _Parser, data: bytes, depth: int) -> _Hole:
@@ -329,9 +355,11 @@ def _take_array(make: Any, parser: _Parser, data: bytes, depth: int) -> Any:
     try:
         return make(*parts)
     except ImportError as error:
-        raise _Malformed(
+        raise _Unbuildable(
             "it holds a NumPy value, and NumPy is missing on this rank", "Install numpy"
         ) from error
+    except MemoryError as error:
+        raise _no_memory(error) from error
     except Exception as error:
         raise _Malformed(f"a NumPy value is impossible ({error})") from error
 
@@ -357,7 +385,7 @@ def _take_complex(parser: _Parser, data: bytes, depth: int) -> complex:
 def _take_dtype(parser: _Parser, data: bytes, depth: int) -> torch.dtype:
     name = _text(data)
     if name not in ALL_DTYPES:
-        raise _Malformed(
+        raise _Unbuildable(
             f"torch {torch.__version__} on this rank has no dtype {short(name)}",
             "Run the same version of torch on all ranks",
         )
@@ -371,7 +399,7 @@ def _take_device(parser: _Parser, data: bytes, depth: int) -> torch.device:
             return torch.device(name)
     except RuntimeError:
         pass
-    raise _Malformed(f"there is no device {short(name)}")
+    raise _Unbuildable(f"there is no device {short(name)}")
 
 
 def _take_pickle(parser: _Parser, data: bytes, depth: int) -> Any:
@@ -383,7 +411,7 @@ def _take_pickle(parser: _Parser, data: bytes, depth: int) -> Any:
     try:
         return pickle.loads(data)
     except Exception as error:
-        raise _Malformed(f"a value cannot be unpickled ({error})") from error
+        raise _Unbuildable(f"a value cannot be unpickled ({error})") from error
 
 
 _TAKE: dict[int, Callable[[_Parser, bytes, int], Any]] = {
