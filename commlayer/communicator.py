@@ -24,7 +24,7 @@ from commlayer.observe.report import Report
 from commlayer.progress.deadline import checked_timeout
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.lifetime import Fingerprint
-from commlayer.progress.operation import LaneKey, Operation, calling_site
+from commlayer.progress.operation import DevicePart, LaneKey, Operation, calling_site
 from commlayer.semantics import Semantics
 from commlayer.session import Session
 from commlayer.slices import Exchange, GatherHandle, WholeDictClaim, check_replicated, sliced
@@ -517,6 +517,7 @@ class Communicator:
         refuse_modes(operation)
         device = self._connection.device
         if device is not None:
+            operation.device = DevicePart(self._session.device_hold)
             operation.notify = device.notify
             device.advance()
         return operation
@@ -555,7 +556,6 @@ class Communicator:
 
     def _admit(self, operation: Operation, outgoing: Outgoing) -> None:
         operation.nbytes = outgoing.nbytes
-        operation.device_hold = self._session.device_hold
         self._connection.ledger.admit(operation, exempt=self._exempt)
         if self._session.config.check_lifetime:
             operation.fingerprint = Fingerprint(outgoing.payload)
@@ -571,8 +571,9 @@ class Communicator:
         side = self._connection.device
         if target is None or side is None or not side.device.holds(target):
             return MessageClaim(operation, kind, step, target, None, at_most)
-        operation.after = side.device.event()
-        operation.after.record(side.device.current_stream())
+        assert operation.device is not None
+        operation.device.after = side.device.event()
+        operation.device.after.record(side.device.current_stream())
         return MessageClaim(operation, kind, step, target, side.device.copy, at_most)
 
     def _receive(self, operation: Operation, claim: MessageClaim) -> Handle:

@@ -100,7 +100,7 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     reaping: Annotated[
         str,
         _key(
-            "Reaping policy by name: `background`, `fifo` or `poll`; for device transports also "
+            "Reaping policy by name: `background` or `fifo`; for device transports also "
             "`gate_on_device`."
         ),
     ] = "background"

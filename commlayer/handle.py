@@ -128,6 +128,8 @@ class StreamHandle:
 
     def wait(self, timeout: float | None = None) -> None:
         operation, device = self._operation, self._device.device
+        part = operation.device
+        assert part is not None
         if not operation.settled and self._device.capture_refused():
             raise CommError(
                 ErrorKind.UNSUPPORTED,
@@ -135,14 +137,14 @@ class StreamHandle:
                 "a graph cannot wait for an operation that was posted outside it",
                 "Wait before the capture begins",
             )
-        self._block_until(lambda: operation.settled or operation.stream_work is not None, timeout)
-        work = operation.stream_work
+        self._block_until(lambda: operation.settled or part.work is not None, timeout)
+        work = part.work
         stream = device.current_stream()
         if operation.settled or work is None:
             self._host.wait(0)
         else:
             work.event.wait(stream)
-        for tensor in operation.received:
+        for tensor in part.received:
             device.record_stream(tensor, stream)
 
     def synchronize(self, timeout: float | None = None) -> None:

@@ -23,10 +23,10 @@ from commlayer.device.device import DeviceEvent, DeviceRuntime
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
 from commlayer.lanes.claims import MessageClaim
-from commlayer.lanes.incoming import Incoming
 from commlayer.progress.deadline import checked_timeout
 from commlayer.wire.frame import Kind, protocol_error
 from commlayer.wire.modes import outside_modes, uncompiled
+from commlayer.wire.reader import Incoming
 from commlayer.wire.storage import bytes_of
 from commlayer.wire.tensors import Limits, as_bytes, sendable
 from commlayer.wire.values import register

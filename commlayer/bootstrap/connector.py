@@ -22,14 +22,13 @@ from commlayer.liveness.meeting import Meeting
 from commlayer.observe.observation import Observation
 from commlayer.progress.choose import choose_progress
 from commlayer.progress.ledger import Bounds, Ledger
-from commlayer.progress.operation import Operation
 from commlayer.progress.policies import check_sound
 from commlayer.progress.reaping import ReapingPolicy, reaping_policy
 from commlayer.progress.retention import RetentionPolicy, retention_policy
 from commlayer.progress.runtime import Event, Runtime, ThreadRuntime
 from commlayer.progress.serialized import SerializedEndpoint
 from commlayer.registry import LoadedBackend, Registry, default_registry
-from commlayer.semantics import Order, Poll, PostMayBlock, Semantics, Threads, WaitBlocks
+from commlayer.semantics import Order, PostMayBlock, Semantics, Threads, WaitBlocks
 from commlayer.session import Session
 from commlayer.wire.frame import WIRE_VERSION
 from commlayer.wire.tags import TagMap
@@ -153,7 +152,6 @@ def connect_world(
                 config.on_full,
                 config.full_timeout,
             ),
-            poll=_poll if host.semantics.p2p.poll is Poll.EXACT else _unknown,
             block=block,
             drive=progress.drive,
             attend=progress.attend,
@@ -257,14 +255,6 @@ def _endpoint(transport: Transport, semantics: Semantics, runtime: Runtime) -> E
     if semantics.threads is Threads.SERIALIZED:
         return SerializedEndpoint(endpoint, runtime)
     return endpoint
-
-
-def _poll(operation: Operation) -> bool:
-    return bool(operation.works) and all(endpoint.poll(work) for endpoint, work in operation.works)
-
-
-def _unknown(operation: Operation) -> bool:
-    return False
 
 
 @functools.cache

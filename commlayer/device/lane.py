@@ -135,7 +135,9 @@ class DeviceLane(Endpoint):
     ) -> None:
         here = self._device.event()
         here.record(self._device.current_stream())
-        after = (here,) if operation.after is None else (here, operation.after)
+        part = operation.device
+        earlier = None if part is None else part.after
+        after = (here,) if earlier is None else (here, earlier)
         held = _Held(operation, tensors, receives, build, after)
         if self._direct:
             self._post(held)
@@ -190,12 +192,14 @@ class DeviceLane(Endpoint):
             value = held.build()
             event.record(self._stream)
         work = StreamWork(works, event)
-        kept = held.receives or operation.device_hold is not DeviceHold.POST
+        part = operation.device
+        assert part is not None
+        kept = held.receives or part.hold is not DeviceHold.POST
         self._queue.append(_Posted(operation, work, tensors if kept else (), value))
         if held.receives:
             operation.value = value
-        if not operation.host_payload:
-            operation.stream_work = work
+        if not part.host_payload:
+            part.work = work
         self._wake.set()
         self._side.progress.wake()
         self._side.notify()

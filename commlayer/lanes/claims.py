@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from commlayer.errors import CommError, ErrorKind
-from commlayer.lanes.incoming import Incoming
 from commlayer.progress.operation import Operation
 from commlayer.wire.frame import Kind, Placement
+from commlayer.wire.reader import Incoming
 from commlayer.wire.storage import has_memory
 from commlayer.wire.tensors import as_bytes, is_lazy_view, meta_of, plain_alias
 

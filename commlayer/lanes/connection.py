@@ -11,7 +11,6 @@ from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ErrorKind, connection_with
 from commlayer.lanes.closing import Parting
 from commlayer.lanes.context import Ahead, LaneContext
-from commlayer.lanes.incoming import Incoming
 from commlayer.lanes.receiving import RecvLane
 from commlayer.lanes.sending import SendLane
 from commlayer.liveness.meeting import Link
@@ -31,6 +30,7 @@ from commlayer.wire.control import (
 )
 from commlayer.wire.frame import Kind, protocol_error
 from commlayer.wire.message import plain
+from commlayer.wire.reader import Incoming
 from commlayer.wire.tags import CONTROL_LANE, TagMap
 from commlayer.wire.tensors import Limits
 

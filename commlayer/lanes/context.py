@@ -11,7 +11,7 @@ from commlayer.progress.engine import ProgressEngine
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import LaneKey
 from commlayer.progress.runtime import Runtime
-from commlayer.wire.tags import CONTROL_LANE, RESERVED
+from commlayer.wire.tags import CONTROL_LANE
 from commlayer.wire.tensors import Limits
 
 
@@ -49,11 +49,6 @@ class LaneContext:
     peer_failed: Callable[[int, Exception], CommError]
     lane_broken: Callable[[LaneKey, CommError], None]
     device: DeviceSide | None = None
-
-
-def reserved_key(key: LaneKey) -> LaneKey:
-    """The device lane of the reserved payloads of lane `key`."""
-    return key._replace(tag=key.tag + RESERVED)
 
 
 def driver_died(name: str, error: BaseException) -> CommError:

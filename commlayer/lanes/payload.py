@@ -11,8 +11,9 @@ from torch import Tensor
 
 from commlayer.backend import Endpoint
 from commlayer.errors import CommError, ErrorKind
-from commlayer.lanes.incoming import Claim, Incoming
+from commlayer.progress.claim import Claim
 from commlayer.progress.engine import NativeWork, Procedure
+from commlayer.wire.reader import Incoming
 from commlayer.wire.schemas import Schema
 from commlayer.wire.tensors import TensorMeta, as_bytes, from_meta
 
@@ -54,8 +55,8 @@ class PayloadReceiver:
     def receive(self, incoming: Incoming, claim: Claim | None) -> Procedure:
         """Receive the payload: into what was posted ahead, the claim's memory, or new tensors.
 
-        Payload that nobody wants, or that finds no memory, is owed to the sender: it
-        is received and thrown away as soon as there is room.
+        Payload that nobody wants (no `claim`), or that finds no memory, is owed to the
+        sender: it is received and thrown away as soon as there is room.
         """
         schema, slot = incoming.schema, incoming.slot
         posted = self._ahead.pop(slot, None)
@@ -70,7 +71,7 @@ class PayloadReceiver:
             while works:
                 yield NativeWork(self._endpoint, works.popleft())
             return
-        wanted = claim is not None and claim.refusal(incoming) is None
+        wanted = claim is not None
         # What is owed was sent before: on one tag it comes first.
         yield from self.throw_away_owed()
         buffers = self._buffers(incoming, claim) if wanted and not self._owed else None

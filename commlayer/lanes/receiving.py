@@ -11,31 +11,23 @@ import torch
 from torch import Tensor
 
 from commlayer.backend import Endpoint
-from commlayer.device.side import DeviceSide
+from commlayer.device.payload import ReceivePayload
 from commlayer.errors import CommError, ErrorKind, Subject
-from commlayer.lanes.context import LaneContext, driver_died, reserved_key
-from commlayer.lanes.incoming import Claim, Incoming
+from commlayer.lanes.context import LaneContext, driver_died
 from commlayer.lanes.payload import PayloadReceiver
+from commlayer.progress.claim import Claim
 from commlayer.progress.engine import NativeWork, Procedure
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.runtime import Event
 from commlayer.wire.frame import (
     LOOSE,
     PREFIX_BYTES,
-    Body,
     Kind,
-    Placement,
-    Prefix,
     capacity,
-    check_body,
-    decode_body,
-    decode_prefix,
     protocol_error,
 )
-from commlayer.wire.schemas import ReceivedSchemas, Schema, is_named
+from commlayer.wire.reader import HeaderReader, Incoming
 from commlayer.wire.tags import CONTROL_LANE, TagMap
-from commlayer.wire.tensors import DTYPES, as_bytes
-from commlayer.wire.values import Parsed, parse
 
 _VALUES = (Kind.OBJECT, Kind.TENSOR_DICT)
 
@@ -69,11 +61,6 @@ class RecvLane:
     `unclaimed` complete messages are taken in before they are asked for, beside
     those that fit the header receives posted ahead; payload that is not inline
     is received only when it is asked for, at most one message of each slot ahead.
-
-    A claim that declares a size posts its device receive at once, once a message
-    has shown that the peer declares the same.  The payloads of such messages have
-    that size and a device lane of their own, so whichever of them is next will
-    fill it.  One receive is posted ahead of its header at a time.
     """
 
     def __init__(self, context: LaneContext, endpoint: Endpoint, key: LaneKey, tag: int) -> None:
@@ -96,21 +83,25 @@ class RecvLane:
         self._wake = context.runtime.event()
         self._claims: deque[Claim] = deque()
         self._arrived: deque[Incoming] = deque()
-        self._deferred: deque[tuple[Claim | None, Incoming]] = deque()
         self._current: Claim | None = None
-        self._reserved = 0
-        self._ahead: Tensor | None = None
-        self._goodbye: Incoming | None = None
-        self._expected = 0
         self._taken = 0
         self._sinking = False
         self._unthrottled = False
         self._error: CommError | None = None
         self._ended = False
         self._posted: deque[_PostedHeader] = deque()
-        self._schemas = ReceivedSchemas()
         self._payload = PayloadReceiver(endpoint, self._receive, context.serial, self._where)
-        self._fresh: tuple[Schema, list[Tensor | None]] | None = None
+        device = context.device
+        self._reader = HeaderReader(
+            context.limits, self._where, self._posting_ahead.slots, device is not None
+        )
+        self._device_payload = (
+            None
+            if device is None
+            else ReceivePayload(
+                device, key, self._match, self._build, self._device_failed, self._lost
+            )
+        )
         self.stuck = False
         """Whether the lane broke with receives posted that nothing will complete."""
 
@@ -151,15 +142,16 @@ class RecvLane:
         incoming: Incoming | None = None
         error: CommError | None = None
         claim.operation.driven = self
-        if claim.at_most > 0:
-            self._post_ahead(claim.at_most)
+        if self._device_payload is not None and claim.at_most > 0 and self._error is None:
+            self._device_payload.post_ahead(claim.at_most)
         with self._lock:
             if self._arrived:
                 incoming = self._arrived.popleft()
                 self._taken += 1
-                if self._defer(claim, incoming):
-                    incoming = None
-                self._defer_goodbye()
+                if self._device_payload is not None:
+                    if self._device_payload.defer(claim, incoming):
+                        incoming = None
+                    self._device_payload.defer_goodbye(self._arrived)
             elif self._error is not None:
                 error = self._error.again()
             else:
@@ -171,26 +163,6 @@ class RecvLane:
             return
         self._wake.set()
         self._context.progress.nudge(self)
-
-    def _post_ahead(self, size: int) -> None:
-        """Post the device receive of the next reserved message before its header is here."""
-        device = self._context.device
-        if device is None or device.capture_refused():
-            return
-        try:
-            with device.lock:
-                if size == self._reserved and self._ahead is None and self._error is None:
-                    with torch.inference_mode(False):
-                        buffer = device.device.empty((size,), torch.uint8)
-                    self._receive_reserved(device, "receive posted ahead", buffer)
-                    self._ahead = buffer
-        except Exception as error:
-            self._device_failed(error)
-
-    def _receive_reserved(self, device: DeviceSide, kind: str, buffer: Tensor) -> None:
-        operation = Operation(kind, self.key, 0, self._context.runtime.now())
-        lane = device.lane(reserved_key(self.key), self._device_failed)
-        lane.receive(operation, [buffer], lambda: None)
 
     def steps(self) -> Procedure:
         try:
@@ -210,7 +182,8 @@ class RecvLane:
                 claim = None
                 if incoming.schema.payload:
                     claim = yield from self._next_claim()
-                    yield from self._payload.receive(incoming, claim)
+                    accepts = claim is not None and self._match(claim, incoming)
+                    yield from self._payload.receive(incoming, claim if accepts else None)
                 self._hand_over(incoming, claim)
                 schema, slot = incoming.schema, incoming.slot
                 del incoming, claim
@@ -218,7 +191,7 @@ class RecvLane:
                 yield from self._payload.throw_away_owed()
                 if slot > LOOSE:
                     self._payload.post_ahead(schema, slot)
-                self._fresh = self._made_ahead(schema)
+                self._reader.prepare(schema)
                 yield from self._throttle()
                 self._post_header(header)
         except CommError as error:
@@ -235,14 +208,8 @@ class RecvLane:
         return self._endpoint.irecv(buffer, self.key.peer, TagMap.payload(self._tag, slot))
 
     def _read(self, header: _Header) -> Generator[NativeWork | Event, None, Incoming | None]:
-        """Decode what arrived; ``None`` for a goodbye."""
-        limits, where = self._context.limits, self._where
-        prefix = decode_prefix(header.view, limits, where)
-        if prefix.sequence != self._expected:
-            raise protocol_error(
-                where, f"message {prefix.sequence} arrived, {self._expected} was expected"
-            )
-        self._expected += 1
+        """Read what arrived; ``None`` for a goodbye."""
+        prefix = self._reader.prefix(header.view)
         end = PREFIX_BYTES
         if prefix.long:
             rest = bytearray(prefix.body)
@@ -253,83 +220,17 @@ class RecvLane:
         else:
             end += prefix.body
             data = header.view[PREFIX_BYTES:end]
-        incoming = self._decode(prefix, data)
+        incoming = self._reader.message(prefix, data)
         if prefix.kind is Kind.GOODBYE:
-            with self._lock:
-                self._goodbye = incoming
-                self._defer_goodbye()
+            if self._device_payload is not None:
+                with self._lock:
+                    self._device_payload.say_goodbye(incoming)
+                    self._device_payload.defer_goodbye(self._arrived)
             return None
-        self._check(prefix, incoming)
-        self._unpack_inline(incoming, header.address + end)
+        if self._device_payload is not None and incoming.schema.reserved:
+            self._device_payload.declare(incoming.schema, self._where)
+        self._reader.unpack(incoming, header.address + end)
         return incoming
-
-    def _decode(self, prefix: Prefix, data: memoryview) -> Incoming:
-        limits, where = self._context.limits, self._where
-        if is_named(prefix):
-            check_body(prefix, data, where)
-            schema = self._schemas.named(prefix, where)
-            if schema.kind not in _VALUES:
-                return Incoming(prefix, schema, None)
-            if prefix.body:
-                return Incoming(prefix, schema, self._parse(schema.body, data))
-            known = schema.reusable or self._parse(schema.body, schema.body.value)
-            return Incoming(prefix, schema, known)
-        body = decode_body(prefix, data, limits, where)
-        parsed = self._parse(body, body.value) if prefix.kind in _VALUES else None
-        reusable = parsed if parsed is not None and parsed.reusable else None
-        schema = Schema(prefix.kind, body, reusable)
-        if prefix.schema:
-            self._schemas.define(prefix.schema, schema)
-        return Incoming(prefix, schema, parsed)
-
-    def _parse(self, body: Body, value: bytes | memoryview) -> Parsed:
-        return parse(value, len(body.tensors), self._context.limits, self._where)
-
-    def _check(self, prefix: Prefix, incoming: Incoming) -> None:
-        """Raise `CommError` (PROTOCOL) unless the message can be received here."""
-        schema, where = incoming.schema, self._where
-        if schema.kind is Kind.TENSOR and len(schema.body.tensors) != 1:
-            raise protocol_error(where, "a tensor message must carry one tensor")
-        if self._context.device is None and schema.on_device:
-            raise protocol_error(where, "the message has device payload, this rank has no device")
-        if bool(prefix.slot) != bool(schema.payload) or (
-            prefix.slot > LOOSE
-            and not (schema.may_have_slot and prefix.slot <= LOOSE + self._posting_ahead.slots)
-        ):
-            raise protocol_error(where, f"the message may not use payload slot {prefix.slot}")
-        if schema.reserved:
-            if self._reserved not in (0, schema.body.at_most):
-                raise protocol_error(
-                    where,
-                    f"{schema.body.at_most} bytes are declared, and were {self._reserved} before",
-                )
-            self._reserved = schema.body.at_most
-
-    @staticmethod
-    def _made_ahead(schema: Schema) -> tuple[Schema, list[Tensor | None]] | None:
-        """Memory for the next message of `schema`, made while nobody waits for it."""
-        tensors = schema.allocate() if schema.inline else None
-        return None if tensors is None else (schema, tensors)
-
-    def _unpack_inline(self, incoming: Incoming, address: int) -> None:
-        """Copy what travelled in the header out of it, so that its buffer can be posted again."""
-        schema = incoming.schema
-        tensors: list[Tensor | None] | None
-        if self._fresh is not None and self._fresh[0] is schema:
-            tensors, self._fresh = self._fresh[1], None
-        else:
-            tensors = schema.allocate()
-        if tensors is None:
-            incoming.lost_bytes = max(1, schema.inline)
-            incoming.tensors = [None] * len(schema.parts)
-            return
-        incoming.tensors = tensors
-        if schema.inline:
-            for tensor, (_, _, nbytes, place) in zip(tensors, schema.parts, strict=True):
-                if place == Placement.INLINE:
-                    assert tensor is not None
-                    ctypes.memmove(tensor.data_ptr(), address, nbytes)
-                    address += nbytes
 
     def _take_fillers(self) -> Procedure:
         """Complete every receive that was posted ahead, and what payload is left."""
@@ -369,111 +270,40 @@ class RecvLane:
                 claim = self._claims.popleft()
             if claim is not None:
                 self._taken += 1
-            if self._defer(claim, incoming):
+            if self._device_payload is not None and self._device_payload.defer(claim, incoming):
                 return
         if claim is not None:
             self._settle(claim, incoming)
 
     def _settle(self, claim: Claim, incoming: Incoming) -> None:
-        if not self._refused(claim, incoming):
+        if self._match(claim, incoming):
             self._context.ledger.complete(claim.operation, self._build(claim, incoming))
 
-    def _defer(self, claim: Claim | None, incoming: Incoming) -> bool:
-        """Leave a message with device payload to `advance`.  Called under the lock."""
-        device = self._context.device
-        if device is None or not incoming.on_device:
-            return False
-        self._deferred.append((claim, incoming))
-        device.postpone(self)
-        return True
+    def _match(self, claim: Claim, incoming: Incoming) -> bool:
+        """Whether `claim` takes `incoming`; one that does not fails, and the message is lost.
 
-    def _defer_goodbye(self) -> None:
-        """Leave what ends a receive posted ahead to `advance`, behind every message before it."""
-        if self._goodbye is not None and not any(i.on_device for i in self._arrived):
-            self._defer(None, self._goodbye)
-            self._goodbye = None
-
-    def _refused(self, claim: Claim, incoming: Incoming) -> bool:
+        The claim decides once, when the two meet: before payload is received, if there is any.
+        """
         operation = claim.operation
         if operation.settled:
-            return True
-        operation.sequence = incoming.sequence
-        self._context.ledger.matched(operation)
-        error = claim.refusal(incoming)
-        if error is None and incoming.lost_bytes:
-            error = _no_memory(operation, incoming.lost_bytes)
-        if error is not None:
-            self._context.ledger.fail(operation, error)
-        return error is not None
-
-    def advance(self) -> None:
-        """Post the device receives of messages that were claimed, in the order of the lane.
-
-        Called under the device's lock.
-        """
-        device = self._context.device
-        assert device is not None
-        while self._deferred:
-            self._receive_on(device, *self._deferred[0])
-            self._deferred.popleft()
-
-    def post_failed(self, error: Exception) -> None:
-        """Fail what could not be received: its peer is lost."""
-        lost = self._context.peer_failed(self.key.peer, error)
-        with self._lock:
-            deferred = list(self._deferred)
-            self._deferred.clear()
-        for claim, _ in deferred:
-            if claim is not None:
-                self._context.ledger.fail(claim.operation, lost.again())
-
-    def _receive_on(self, device: DeviceSide, claim: Claim | None, incoming: Incoming) -> None:
-        if claim is not None and self._refused(claim, incoming):
-            claim = None
-        if incoming.schema.reserved:
-            self._receive_at_most(device, claim, incoming)
-            return
-        lane = device.lane(self.key, self._device_failed)
-        buffers = []
-        for index in incoming.placed(Placement.DEVICE):
-            meta = incoming.body.tensors[index]
-            buffer = None if claim is None else claim.buffer(incoming, index)
-            if buffer is None:
-                with torch.inference_mode(False):
-                    fresh = device.device.empty(meta.shape, DTYPES[meta.dtype])
-                incoming.tensors[index] = fresh
-                buffer = as_bytes(fresh)
-            buffers.append(buffer)
-        if claim is None:
-            operation = Operation("discarded receive", self.key, 0, self._context.runtime.now())
-            lane.receive(operation, buffers, lambda: None)
-        else:
-            operation = claim.operation
-            operation.received = buffers
-            lane.receive(operation, buffers, lambda: self._build(claim, incoming))
-
-    def _receive_at_most(self, device: DeviceSide, claim: Claim | None, incoming: Incoming) -> None:
-        """As `_receive_on`, for a reserved message: its receive may be posted already."""
-        buffer, self._ahead = self._ahead, None
-        body = incoming.body
-        if incoming.kind is Kind.GOODBYE:
-            self._reserved = 0
-        if buffer is None:
-            with torch.inference_mode(False):
-                buffer = device.device.empty((body.at_most,), torch.uint8)
-            self._receive_reserved(device, "receive of a declared size", buffer)
-        if claim is None:
-            return
-        meta = body.tensors[0]
-        with torch.inference_mode(False):
-            part = buffer[: meta.nbytes].view(DTYPES[meta.dtype])
-            incoming.tensors[0] = part.view(meta.shape)
-        claim.operation.received = [buffer]
-        lane = device.lane(reserved_key(self.key), self._device_failed)
-        lane.receive(claim.operation, (), lambda: self._build(claim, incoming))
+            return False
+        if operation.sequence < 0:
+            operation.sequence = incoming.sequence
+            self._context.ledger.matched(operation)
+            error = claim.refusal(incoming)
+            if error is not None:
+                self._context.ledger.fail(operation, error)
+                return False
+        if incoming.lost_bytes:
+            self._context.ledger.fail(operation, _no_memory(operation, incoming.lost_bytes))
+            return False
+        return True
 
     def _device_failed(self, error: Exception) -> None:
         self._context.peer_failed(self.key.peer, error)
+
+    def _lost(self, claim: Claim, error: Exception) -> None:
+        self._context.ledger.fail(claim.operation, self._context.peer_failed(self.key.peer, error))
 
     def _build(self, claim: Claim, incoming: Incoming) -> Any:
         """What `claim` yields; where that cannot be made, its operation fails."""
@@ -543,18 +373,19 @@ class RecvLane:
         self.fail(error)
         with self._lock:
             self._sinking = True
-            self._discard_arrived()
+            if self._device_payload is not None:
+                self._discard_arrived(self._device_payload)
         self._wake.set()
         self._context.progress.nudge(self)
 
-    def _discard_arrived(self) -> None:
+    def _discard_arrived(self, payload: ReceivePayload) -> None:
         """Throw away what arrived, from the first message with payload on a device on."""
-        first = next((n for n, i in enumerate(self._arrived) if i.on_device), None)
+        first = next((n for n, i in enumerate(self._arrived) if i.schema.on_device), None)
         if first is not None:
             while len(self._arrived) > first:
-                self._defer(None, self._arrived[first])
+                payload.defer(None, self._arrived[first])
                 del self._arrived[first]
-        self._defer_goodbye()
+        payload.defer_goodbye(self._arrived)
 
     def abandon(self, error: BaseException) -> None:
         self._break(driver_died(self.name, error))

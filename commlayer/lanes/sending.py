@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 
 from commlayer.backend import Endpoint
+from commlayer.device.payload import SendPayload
 from commlayer.errors import CommError
-from commlayer.lanes.context import LaneContext, driver_died, reserved_key
+from commlayer.lanes.context import LaneContext, driver_died
 from commlayer.progress.engine import NativeWork, Pause, Procedure
 from commlayer.progress.operation import LaneKey, Operation
-from commlayer.progress.retention import DeviceHold
-from commlayer.wire.frame import LOOSE, Kind, Placement
-from commlayer.wire.message import Layout, Outgoing, plain
+from commlayer.wire.frame import LOOSE, Kind
+from commlayer.wire.message import Outgoing, plain
 from commlayer.wire.schemas import SentSchemas
 from commlayer.wire.tags import TagMap
-from commlayer.wire.tensors import meta_of
 
 _LINGER = 0.01
 """Seconds that completed sends of which nobody asks may stay unnoticed."""
@@ -61,18 +60,17 @@ class SendLane:
         self._schemas = SentSchemas(self._ahead.slots)
         self._linger = _LINGER if context.progress.lingers and not context.serial else 0.0
         self._lock = context.runtime.lock()
-        self._turn = context.runtime.lock()
         self._wake = context.runtime.event()
         self._outbox: deque[_Posted] = deque()
         self._posting = False
         self._queue: deque[_Posted] = deque()
         self._stranded: list[Any] = []
-        self._on_device: list[Operation] = []
+        device = context.device
+        self._payload = None if device is None else SendPayload(device, key, self._device_failed)
         self._current: Operation | None = None
         self._sequence = 0
         self._attended = -1
         self._idle = True
-        self._reserved = 0
         self._started = False
         self._finishing = False
         self._error: CommError | None = None
@@ -86,7 +84,7 @@ class SendLane:
             self._current is not None
             or bool(self._queue)
             or bool(self._outbox)
-            or not all(operation.device_done for operation in list(self._on_device))
+            or (self._payload is not None and bool(self._payload.pending))
         )
 
     @property
@@ -105,10 +103,10 @@ class SendLane:
         Raises the lane's error if it has failed, and what posting raises.
         """
         operation.driven = self
-        if self._context.device is None:
+        if self._payload is None:
             self._post_host(operation, outgoing)
             return
-        with self._turn:
+        with self._payload.turn:
             self._post_host(operation, outgoing)
             self._post_device(operation, outgoing)
 
@@ -117,8 +115,8 @@ class SendLane:
             if self._error is not None:
                 raise self._error.again()
             mine = self._enqueue(operation, self._messages(outgoing))
-            if outgoing.device_payload:
-                self._expect_device(operation, outgoing)
+            if self._payload is not None and outgoing.device_payload:
+                self._payload.expect(operation, outgoing)
         if mine:
             self._post_outbox(operation)
 
@@ -185,7 +183,6 @@ class SendLane:
         except BaseException as error:
             self._stranded.append(posted)
             return error
-        posted.operation.works = [(self._endpoint, work) for work in works]
         return None
 
     def _post_failed(self, posted: _Posted, failure: BaseException, mine: Operation) -> None:
@@ -198,47 +195,16 @@ class SendLane:
         if not isinstance(failure, Exception):
             raise failure
 
-    def _expect_device(self, operation: Operation, outgoing: Outgoing) -> None:
-        """Note that a part of `operation` is on the device.  Called under the lock."""
-        operation.parts = 2
-        operation.host_payload = bool(outgoing.payload)
-        if operation.device_hold is not DeviceHold.POST:
-            operation.device_buffers = outgoing.device_payload
-        self._on_device = [o for o in self._on_device if not o.device_done]
-        self._on_device.append(operation)
-
     def _post_device(self, operation: Operation, outgoing: Outgoing) -> None:
-        device = self._context.device
-        assert device is not None
-        if not outgoing.device_payload or operation.settled:
+        payload = self._payload
+        if payload is None or not outgoing.device_payload or operation.settled:
             return
-        operation.works = ()
         try:
-            with device.lock:
-                key = self.key
-                if outgoing.reserved:
-                    key = reserved_key(key)
-                    self._reserved = outgoing.device_payload[0].numel()
-                device.lane(key, self._device_failed).send(operation, outgoing.device_payload)
+            payload.post(operation, outgoing)
         except Exception as error:
+            # The transport may have begun to read it.
             self._stranded.append((operation, outgoing))
             raise self._context.peer_failed(self.key.peer, error) from error
-
-    def advance(self) -> None:
-        """Post the last reserved payload, for a receive that the peer has posted ahead.
-
-        Called under the device's lock.
-        """
-        device = self._context.device
-        assert device is not None
-        with torch.inference_mode(False):
-            padding = device.device.empty((self._reserved,), torch.uint8)
-        operation = Operation("last payload", self.key, 0, self._context.runtime.now())
-        operation.device_buffers = (padding,)
-        device.lane(reserved_key(self.key), self._device_failed).send(operation, (padding,))
-
-    def post_failed(self, error: Exception) -> None:
-        self._context.peer_failed(self.key.peer, error)
 
     def _device_failed(self, error: Exception) -> None:
         self._context.peer_failed(self.key.peer, error)
@@ -317,7 +283,8 @@ class SendLane:
             current = self._current
             pending = [current] if current is not None else []
             pending += [posted.operation for posted in (*self._queue, *self._outbox)]
-            pending += [o for o in self._on_device if not o.device_done and o not in pending]
+            if self._payload is not None:
+                pending += [o for o in self._payload.pending if o not in pending]
             pending = [operation for operation in pending if operation.sequence >= since]
             self.stuck |= stuck and bool(pending)
         for operation in pending:
@@ -345,14 +312,7 @@ class SendLane:
 
     def _goodbye(self) -> list[tuple[Tensor, int]]:
         """The last message, and fillers for everything that the peer has posted ahead."""
-        outgoing = plain(Kind.GOODBYE)
-        device = self._context.device
-        if device is not None and self._reserved:
-            device.postpone(self)
-            nothing = torch.empty(0, dtype=torch.uint8)
-            place = bytes([Placement.RESERVED])
-            layout = Layout(Kind.GOODBYE, (meta_of(nothing),), place, 0, self._reserved)
-            outgoing = Outgoing(layout, (nothing,), b"")
+        outgoing = plain(Kind.GOODBYE) if self._payload is None else self._payload.goodbye()
         head, _ = outgoing.head(self._sequence, slot=0)
         messages = [(head, self._tag), *_fillers(self._ahead.headers - 1, self._tag)]
         for slot, count in self._schemas.in_use():

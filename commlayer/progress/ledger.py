@@ -11,7 +11,7 @@ import msgspec
 
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.operation import LaneKey, Operation
-from commlayer.progress.reaping import PollWorks, ReapingPolicy
+from commlayer.progress.reaping import ReapingPolicy
 from commlayer.progress.retention import DeviceHold
 from commlayer.progress.runtime import Event, Runtime
 
@@ -105,7 +105,6 @@ class Ledger:
         runtime: Runtime,
         reaping: ReapingPolicy,
         bounds: Bounds,
-        poll: PollWorks,
         block: Block,
         drive: Callable[[Operation], bool] = lambda operation: False,
         attend: Callable[[Operation], None] = lambda operation: None,
@@ -114,7 +113,6 @@ class Ledger:
         self._runtime = runtime
         self._reaping = reaping
         self._bounds = bounds
-        self._poll = poll
         self._block = block
         self._drive = drive
         self._attend = attend
@@ -223,9 +221,11 @@ class Ledger:
 
     def complete_device_part(self, operation: Operation, value: Any = None) -> None:
         """As `complete`, for the part on the device."""
-        operation.device_done = True
-        if operation.device_hold is DeviceHold.EVENT:
-            operation.device_buffers = ()
+        part = operation.device
+        assert part is not None
+        part.done = True
+        if part.hold is DeviceHold.EVENT:
+            part.buffers = ()
         self.complete(operation, value)
 
     def fail(self, operation: Operation, error: CommError, *, quarantine: bool = False) -> bool:
@@ -326,7 +326,7 @@ class Ledger:
         if not lane:
             return
         try:
-            count = self._reaping.reapable(lane, self._poll)
+            count = self._reaping.reapable(lane)
         except Exception:
             logger.exception("commlayer: reaping policy %r", self._reaping.name)
             return
@@ -337,10 +337,10 @@ class Ledger:
 
     def _release(self, operation: Operation) -> None:
         operation.retained = ()
-        operation.device_buffers = ()
-        operation.works = ()
-        operation.stream_work = None
         operation.fingerprint = None
+        if operation.device is not None:
+            operation.device.buffers = ()
+            operation.device.work = None
         if operation.lane.direction == "send":
             self._sends -= 1
             self._bytes -= operation.nbytes

@@ -39,51 +39,64 @@ class LaneKey(NamedTuple):
         return f"{way} rank {self.peer} (channel {self.channel}, tag {self.tag})"
 
 
+class DevicePart:
+    """The part of an operation that is on a device.
+
+    `buffers` are what it sends, held as long as `hold` says, and `received` the memory that
+    is to be recorded on every stream that waits.  `work` is what a stream can wait for in
+    place of the host: the posted part of an operation without `host_payload`.  A receive
+    into the caller's memory must come `after` an event.  `done` tells that it has ended.
+    """
+
+    __slots__ = ("after", "buffers", "done", "hold", "host_payload", "received", "work")
+
+    def __init__(
+        self, hold: DeviceHold = DeviceHold.COMPLETION, buffers: Sequence[Any] = ()
+    ) -> None:
+        self.hold = hold
+        self.buffers = buffers
+        self.received: Sequence[Any] = ()
+        self.work: Any = None
+        self.host_payload = False
+        self.after: Any = None
+        self.done = False
+
+
 class Operation:
     """The record of one send or receive.
 
-    The ledger settles it once, with a value or an error.  `retained` and `works` are the
-    buffers and native works that must stay alive until then.  Settling may
-    happen on any thread; reading the flags needs no lock.
+    The ledger settles it once, with a value or an error.  `retained` are the buffers that
+    must stay alive until then.  Settling may happen on any thread; reading the flags
+    needs no lock.
 
-    An operation with a part on a device is complete when all its `parts` are.
-    `device_buffers` are what that part sends, held as long as `device_hold` says;
-    `device_done` tells that it has ended.  `stream_work` is what a stream can wait
-    for in place of the host: the posted device part of an operation without
-    `host_payload`.  A receive into the caller's memory must come `after` an event;
-    `received` is the memory to be recorded on every stream that waits.  `notify`
-    is called when the operation is settled, for waits that look at more than that.
+    `device` is its part on a device, if the communicator has one.  It is complete when all
+    its `parts` are: one, or two for a send with payload on both.  `notify` is called when
+    it is settled, for waits that look at more than that.
 
     `step` counts the broadcasts of a channel; -1 for anything else.  `awaited` says
     that a thread blocks for it, or has done so.
     """
 
     __slots__ = (
-        "after",
+        "__weakref__",
         "awaited",
-        "device_buffers",
-        "device_done",
-        "device_hold",
+        "device",
         "driven",
         "error",
         "event",
         "fingerprint",
-        "host_payload",
         "kind",
         "lane",
         "nbytes",
         "notify",
         "parts",
         "posted_at",
-        "received",
         "retained",
         "sequence",
         "settled",
         "site",
         "step",
-        "stream_work",
         "value",
-        "works",
     )
 
     def __init__(
@@ -103,16 +116,9 @@ class Operation:
         self.error: CommError | None = None
         self.value: Any = None
         self.event: Event | None = None
-        self.works: Sequence[Any] = ()
         self.parts = 1
         self.notify: Callable[[], None] | None = None
-        self.stream_work: Any = None
-        self.host_payload = False
-        self.device_hold = DeviceHold.COMPLETION
-        self.device_buffers: Sequence[Any] = ()
-        self.device_done = False
-        self.after: Any = None
-        self.received: Sequence[Any] = ()
+        self.device: DevicePart | None = None
         self.driven: Lane | None = None
 
     def __str__(self) -> str:

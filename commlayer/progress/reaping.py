@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.operation import Operation
 from commlayer.progress.policies import Policy
-from commlayer.semantics import Completion, Poll, WaitBlocks
+from commlayer.semantics import Completion, WaitBlocks
 
 if TYPE_CHECKING:
     from commlayer.config import CommConfig
-
-PollWorks = Callable[[Operation], bool]
-"""Asks the transport itself whether all native works of a send are complete."""
 
 
 class ReapingPolicy(Policy, Protocol):
@@ -29,12 +26,11 @@ class ReapingPolicy(Policy, Protocol):
         """Whether the ledger asks also when no call is made."""
         ...
 
-    def reapable(self, entries: Sequence[Operation], poll: PollWorks) -> int:
+    def reapable(self, entries: Sequence[Operation]) -> int:
         """How many of `entries` (one lane, oldest first) may be released, from the front.
 
-        Called under the ledger's lock; must not block.  `poll` asks the
-        transport, and is sound only as its declared ``poll`` fact says.  Where
-        this raises, nothing is released, and the error is logged.
+        Called under the ledger's lock; must not block.  Where this raises, nothing is
+        released, and the error is logged.
         """
         ...
 
@@ -46,7 +42,7 @@ class FifoReaping:
     background = False
     requires: Mapping[str, Collection[Any]] = {}
 
-    def reapable(self, entries: Sequence[Operation], poll: PollWorks) -> int:
+    def reapable(self, entries: Sequence[Operation]) -> int:
         count = 0
         for entry in entries:
             if not entry.settled:
@@ -76,32 +72,17 @@ class GateOnDevice:
         "completion": {Completion.MATCHED, Completion.DELIVERED},
     }
 
-    def reapable(self, entries: Sequence[Operation], poll: PollWorks) -> int:
+    def reapable(self, entries: Sequence[Operation]) -> int:
         count = 0
         for entry in entries:
-            if not (entry.settled or (entry.device_done and not entry.host_payload)):
+            part = entry.device
+            if not (entry.settled or (part is not None and part.done and not part.host_payload)):
                 break
             count += 1
         return count
 
 
-class PollReaping:
-    """Oldest first, on the word of the transport's own poll, without a wait."""
-
-    name = "poll"
-    background = False
-    requires: Mapping[str, Collection[Any]] = {"poll": {Poll.EXACT}}
-
-    def reapable(self, entries: Sequence[Operation], poll: PollWorks) -> int:
-        count = 0
-        for entry in entries:
-            if not (entry.settled or poll(entry)):
-                break
-            count += 1
-        return count
-
-
-_POLICIES = (BackgroundReaping, FifoReaping, GateOnDevice, PollReaping)
+_POLICIES = (BackgroundReaping, FifoReaping, GateOnDevice)
 
 
 def reaping_policy(config: CommConfig) -> ReapingPolicy:

@@ -16,6 +16,7 @@ from torch._C import _functorch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from commlayer.errors import CommError, ErrorKind
 
@@ -28,15 +29,30 @@ _transform: Callable[[], object] = _functorch.maybe_current_level
 
 
 def refuse_modes(operation: object) -> None:
-    """Raise `CommError` (UNSUPPORTED) if this thread has a mode under which memory is not real."""
-    if _dispatch_modes() or _transform() is not None:
-        what = "a dispatch mode" if _dispatch_modes() else "a transform of torch.func"
+    """Raise `CommError` (UNSUPPORTED) if this thread has a mode under which memory is not real.
+
+    Modes that only look on (a profiler's, a counter's, the side stream's checker) are none.
+    """
+    what = ""
+    if _dispatch_modes():
+        what = next(filter(None, map(_unreal, _get_current_dispatch_mode_stack())), "")
+    if not what and _transform() is not None:
+        what = "a transform of torch.func"
+    if what:
         raise CommError(
             ErrorKind.UNSUPPORTED,
             operation,
             f"{what} is active on this thread, and tensors made under it may have no memory",
             "Send and receive outside of the mode",
         )
+
+
+def _unreal(mode: object) -> str:
+    """The name of a mode that replaces tensors by ones without memory; empty for other modes.
+
+    Torch gives a key to its own such modes: fake, functional and proxy tensors.
+    """
+    return "" if getattr(mode, "_mode_key", None) is None else type(mode).__name__
 
 
 def outside_modes(function: Callable[P, R]) -> Callable[P, R]:

@@ -25,7 +25,7 @@ from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.ledger import Bounds, Ledger
-from commlayer.progress.operation import LaneKey, Operation
+from commlayer.progress.operation import DevicePart, LaneKey, Operation
 from commlayer.progress.reaping import BackgroundReaping, GateOnDevice, ReapingPolicy
 from commlayer.progress.retention import DeviceHold
 from commlayer.progress.runtime import ThreadRuntime
@@ -124,9 +124,7 @@ def ledger(reaping: ReapingPolicy) -> Ledger:
     def never(event: Any, timeout: float | None) -> bool:
         raise AssertionError("nothing blocks here")
 
-    return Ledger(
-        ThreadRuntime(), reaping, Bounds(8, 1 << 20, "raise", 1.0), lambda operation: False, never
-    )
+    return Ledger(ThreadRuntime(), reaping, Bounds(8, 1 << 20, "raise", 1.0), never)
 
 
 def mixed(hold: DeviceHold, *, host_payload: bool = False) -> tuple[Operation, weakref.ref[Any]]:
@@ -134,9 +132,8 @@ def mixed(hold: DeviceHold, *, host_payload: bool = False) -> tuple[Operation, w
     source = torch.zeros(8)
     operation = Operation("isend", LaneKey("data", 1, "send", "0"), 32, 0.0)
     operation.parts = 2
-    operation.host_payload = host_payload
-    operation.device_hold = hold
-    operation.device_buffers = (source,)
+    operation.device = DevicePart(hold, (source,))
+    operation.device.host_payload = host_payload
     return operation, weakref.ref(source)
 
 

@@ -12,11 +12,11 @@ from commlayer_testkit.sim.streams import SimEvent
 
 from commlayer.device.backend import StreamTransport
 from commlayer.device.lane import DeviceLane
+from commlayer.device.payload import ReceivePayload, SendPayload
 from commlayer.device.side import DeviceSide
 from commlayer.handle import StreamHandle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.receiving import RecvLane
-from commlayer.lanes.sending import SendLane
 from commlayer.progress.operation import Operation
 from commlayer.progress.retention import DeviceHold, HoldReferences
 
@@ -34,7 +34,9 @@ def completes_early(patch: pytest.MonkeyPatch) -> None:
 def waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
     def wait(self: StreamHandle, timeout: float | None = None) -> None:
         operation = self._operation
-        self._block_until(lambda: operation.settled or operation.stream_work is not None, timeout)
+        part = operation.device
+        assert part is not None
+        self._block_until(lambda: operation.settled or part.work is not None, timeout)
 
     patch.setattr(StreamHandle, "wait", wait)
 
@@ -62,7 +64,8 @@ def posts_unordered(patch: pytest.MonkeyPatch) -> None:
 
 def forgets_the_receivers_stream(patch: pytest.MonkeyPatch) -> None:
     def hold(self: DeviceLane, operation: Operation, *args: Any) -> None:
-        operation.after = None
+        if operation.device is not None:
+            operation.device.after = None
         whole(self, operation, *args)
 
     whole = DeviceLane._hold
@@ -88,14 +91,14 @@ def one_communicator_a_direction(patch: pytest.MonkeyPatch) -> None:
 
 
 def waits_past_host_payload(patch: pytest.MonkeyPatch) -> None:
-    whole = SendLane._post_device
+    whole = SendPayload.expect
 
-    def post(self: SendLane, operation: Operation, outgoing: Any) -> Any:
-        failure = whole(self, operation, outgoing)
-        operation.host_payload = False
-        return failure
+    def expect(self: SendPayload, operation: Operation, outgoing: Any) -> None:
+        whole(self, operation, outgoing)
+        assert operation.device is not None
+        operation.device.host_payload = False
 
-    patch.setattr(SendLane, "_post_device", post)
+    patch.setattr(SendPayload, "expect", expect)
 
 
 def accepts_any_message(patch: pytest.MonkeyPatch) -> None:
@@ -103,18 +106,18 @@ def accepts_any_message(patch: pytest.MonkeyPatch) -> None:
 
 
 def receives_out_of_order(patch: pytest.MonkeyPatch) -> None:
-    def defer(self: RecvLane, claim: Any, incoming: Any) -> bool:
+    def defer(self: ReceivePayload, claim: Any, incoming: Any) -> bool:
         deferred = whole(self, claim, incoming)
         if deferred:
             self._deferred.rotate(1)
         return deferred
 
-    whole = RecvLane._defer
-    patch.setattr(RecvLane, "_defer", defer)
+    whole = ReceivePayload.defer
+    patch.setattr(ReceivePayload, "defer", defer)
 
 
 def keeps_what_arrived(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RecvLane, "_discard_arrived", lambda self: None)
+    patch.setattr(RecvLane, "_discard_arrived", lambda self, payload: None)
 
 
 def forgets_device_operations(patch: pytest.MonkeyPatch) -> None:

@@ -324,7 +324,7 @@ def test_copies_and_allocations_of_a_repeated_dict(monkeypatch: pytest.MonkeyPat
     with counted() as (_, comms, _), monkeypatch.context() as patch:
         large, small = warmed(comms, LARGE), warmed(comms, SMALL)
         lane = comms[1]._connection.peers[0].receives["data", OBJECTS]
-        assert eventually(lambda: lane._fresh is not None)
+        assert eventually(lambda: lane._reader._fresh is not None)
         sent: list[int] = []
         whole = LocalEndpoint.isend
         patch.setattr(

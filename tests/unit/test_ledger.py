@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from local import SERIALIZED, WAITED, Hub, connect_rank, connected, on_every_rank
+from local import WAITED, Hub, connect_rank, connected, on_every_rank
 from msgspec.structs import replace
 
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.ledger import Bounds, Ledger
 from commlayer.progress.lifetime import Fingerprint
 from commlayer.progress.operation import LaneKey, Operation
-from commlayer.progress.reaping import BackgroundReaping, FifoReaping, PollReaping
+from commlayer.progress.reaping import BackgroundReaping, FifoReaping
 from commlayer.progress.runtime import ThreadRuntime
 from commlayer.semantics import Poll
 
@@ -25,29 +25,17 @@ OTHER = LaneKey("data", 1, "send", "1")
 RECEIVE = LaneKey("data", 1, "recv", "0")
 
 
-class Truth:
-    """What the transport answers to a poll, per operation."""
-
-    def __init__(self) -> None:
-        self.complete: set[Operation] = set()
-
-    def __call__(self, operation: Operation) -> bool:
-        return operation in self.complete
-
-
 def ledger_of(
     reaping: Any = None,
     operations: int = 2,
     nbytes: int = 100,
     on_full: Any = "raise",
     timeout: float = 0.0,
-    poll: Any = lambda operation: False,
 ) -> Ledger:
     return Ledger(
         ThreadRuntime(),
         reaping or BackgroundReaping(),
         Bounds(operations, nbytes, on_full, timeout),
-        poll=poll,
         block=lambda event, timeout: event.wait(timeout),
     )
 
@@ -198,7 +186,7 @@ def retained(ledger: Ledger, lane: LaneKey, count: int) -> list[tuple[Operation,
     return entries
 
 
-@pytest.mark.parametrize("policy", [FifoReaping, BackgroundReaping, PollReaping])
+@pytest.mark.parametrize("policy", [FifoReaping, BackgroundReaping])
 def test_release_is_in_order_and_stops_at_the_first_that_is_pending(policy: Any) -> None:
     ledger = ledger_of(policy(), operations=9)
     (a, ra), (b, rb), (c, rc) = retained(ledger, SEND, 3)
@@ -228,40 +216,6 @@ def test_background_reaping_needs_no_call() -> None:
     assert fifo.snapshot().operations == ()
 
 
-@pytest.mark.parametrize("policy", [FifoReaping, BackgroundReaping])
-@pytest.mark.parametrize("answer", [True, False], ids=["early", "never"])
-def test_a_poll_that_lies_releases_nothing_early_and_holds_nothing_for_ever(
-    policy: Any, answer: bool
-) -> None:
-    ledger = ledger_of(policy(), poll=lambda operation: answer)
-    ((mine, source),) = retained(ledger, SEND, 1)
-    mine.works = ["work"]
-    ledger.reap()
-    assert source() is not None
-    assert mine.works
-    assert ledger.snapshot().sends == 1
-    ledger.complete(mine)
-    ledger.reap()
-    gc.collect()
-    assert source() is None
-    assert ledger.snapshot().sends == 0
-
-
-def test_poll_reaping_releases_on_the_word_of_the_transport() -> None:
-    truth = Truth()
-    ledger = ledger_of(PollReaping(), operations=9, poll=truth)
-    (a, ra), (b, rb) = retained(ledger, SEND, 2)
-    truth.complete = {b}
-    ledger.reap()
-    assert ra() is not None
-    assert rb() is not None
-    truth.complete = {a, b}
-    ledger.reap()
-    gc.collect()
-    assert [ra(), rb()] == [None, None]
-    assert ledger.snapshot().sends == 0
-
-
 @pytest.mark.parametrize("reaping", ["fifo", "background"])
 @pytest.mark.parametrize("poll", [Poll.NEVER_BEFORE_WAIT, Poll.MAY_BE_EARLY, Poll.BLOCKS])
 def test_lanes_release_after_the_wait_and_never_ask_such_a_poll(reaping: str, poll: Poll) -> None:
@@ -280,16 +234,6 @@ def test_lanes_release_after_the_wait_and_never_ask_such_a_poll(reaping: str, po
         gc.collect()
         assert alive() is None
         assert a.ledger.snapshot().operations == ()
-
-
-def test_poll_reaping_over_an_exact_transport() -> None:
-    with connected(semantics=SERIALIZED, reaping="poll") as (a, b):
-        handles = [a.isend(torch.full((4000,), float(i)), 1) for i in range(5)]
-        for i in range(5):
-            assert b.recv(None, 0)[0] == i
-        for handle in handles:
-            handle.wait(30)
-        assert a.ledger.snapshot().sends == 0
 
 
 def test_idle_ranks_hold_nothing() -> None:

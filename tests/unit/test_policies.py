@@ -22,7 +22,7 @@ from commlayer.handle import Handle
 from commlayer.hooks import hookimpl
 from commlayer.progress.operation import Operation
 from commlayer.progress.policies import check_sound
-from commlayer.progress.reaping import PollReaping, PollWorks, reaping_policy
+from commlayer.progress.reaping import BackgroundReaping, reaping_policy
 from commlayer.progress.retention import CopyOnPost, HoldReferences, retention_policy
 from commlayer.registry import Registry
 from commlayer.semantics import Completion, Poll, Semantics, SourceLifetime
@@ -54,8 +54,15 @@ class Never:
     background = True
     told = False
 
-    def reapable(self, entries: Sequence[Operation], poll: PollWorks) -> int:
+    def reapable(self, entries: Sequence[Operation]) -> int:
         return sum(entry.settled for entry in entries) if self.told else 0
+
+
+class AsksThePoll(BackgroundReaping):
+    """An engine's own reaping, which takes the word of the transport."""
+
+    name = "poll"
+    requires: Any = {"poll": {Poll.EXACT}}  # noqa: RUF012
 
 
 class NeedsRecordStream(Copy):
@@ -69,7 +76,7 @@ class NeedsRecordStream(Copy):
 @pytest.mark.parametrize("poll", sorted(set(Poll) - {Poll.EXACT}))
 def test_reaping_on_a_poll_that_is_not_exact_is_refused(poll: Poll) -> None:
     with pytest.raises(CommError) as caught:
-        check_sound(PollReaping(), facts(poll=poll), "local")
+        check_sound(AsksThePoll(), facts(poll=poll), "local")
     assert caught.value.kind is ErrorKind.CONFIG
     assert "p2p poll = EXACT" in caught.value.cause
     assert f"declares {poll.name}" in caught.value.cause
@@ -78,7 +85,7 @@ def test_reaping_on_a_poll_that_is_not_exact_is_refused(poll: Poll) -> None:
 
 
 def test_reaping_on_an_exact_poll_is_accepted() -> None:
-    check_sound(PollReaping(), SERIALIZED, "local")
+    check_sound(AsksThePoll(), SERIALIZED, "local")
 
 
 def test_every_allowed_value_is_named() -> None:
@@ -101,7 +108,7 @@ def test_a_fact_that_does_not_exist_is_an_error_of_the_policy() -> None:
 @pytest.mark.parametrize(
     ("choice", "fact"),
     [
-        ({"reaping": PollReaping()}, "poll = EXACT, and the backend declares NEVER_BEFORE_WAIT"),
+        ({"reaping": AsksThePoll()}, "poll = EXACT, and the backend declares NEVER_BEFORE_WAIT"),
         ({"retention": NeedsRecordStream()}, "source_lifetime = RECORD_STREAM"),
     ],
 )
@@ -112,8 +119,8 @@ def test_an_unsound_object_is_refused_when_connecting(choice: Any, fact: str) ->
 
 def test_an_unsound_name_is_refused_before_the_other_ranks_hear_of_this_one() -> None:
     hub = Hub(1)
-    with pytest.raises(CommError, match="policy 'poll' on backend 'local'"):
-        connect_rank(hub, 0, reaping="poll")
+    with pytest.raises(CommError, match="policy 'gate_on_device' on backend 'local'"):
+        connect_rank(hub, 0, reaping="gate_on_device")
     assert hub.store.items == {}
 
 
@@ -126,7 +133,7 @@ def test_names_select_policies() -> None:
     copying = retention_policy(CommConfig(retention="copy_on_post", copy_max_bytes=5))
     assert isinstance(copying, CopyOnPost)
     assert copying.max_bytes == 5
-    for name in ("background", "fifo", "poll"):
+    for name in ("background", "fifo", "gate_on_device"):
         assert reaping_policy(CommConfig(reaping=name)).name == name
 
 
@@ -138,7 +145,7 @@ def test_names_select_policies() -> None:
             retention_policy,
             "hold_references, hold_until_event, record_stream, copy_on_post",
         ),
-        ("reaping", reaping_policy, "background, fifo, gate_on_device, poll"),
+        ("reaping", reaping_policy, "background, fifo, gate_on_device"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_known_ones(key: str, select: Any, known: str) -> None:
@@ -260,7 +267,7 @@ def test_connect_passes_an_engines_policy_on(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(key, value)
     registry = Registry(entry_points=[])
     registry.add_backend(LocalBackend(Hub(1), WAITED))
-    for policy in ({"retention": NeedsRecordStream()}, {"reaping": PollReaping()}):
+    for policy in ({"retention": NeedsRecordStream()}, {"reaping": AsksThePoll()}):
         with pytest.raises(CommError, match="unsound"):
             connect({"backend": "local"}, registry=registry, **policy)  # type: ignore[arg-type]
     with connect({"backend": "local"}, registry=registry, retention=Copy()) as comm:
@@ -274,7 +281,7 @@ class Broken:
     requires: Any = {}  # noqa: RUF012
     background = True
 
-    def reapable(self, entries: Sequence[Operation], poll: PollWorks) -> int:
+    def reapable(self, entries: Sequence[Operation]) -> int:
         if any(entry.settled for entry in entries):
             raise ZeroDivisionError("a defect of the policy")
         return 0

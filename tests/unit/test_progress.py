@@ -322,11 +322,11 @@ def test_an_interrupt_inside_a_procedure_fails_its_lane_and_reaches_the_caller()
     hub = Hub(2, FUNNELED)
 
     class Interrupted(HoldNothing):
-        def reapable(self, entries: Any, poll: Any) -> int:
+        def reapable(self, entries: Any) -> int:
             if armed and any(entry.settled for entry in entries):
                 armed.pop()
                 raise KeyboardInterrupt
-            return super().reapable(entries, poll)
+            return super().reapable(entries)
 
     armed: list[int] = []
 
