@@ -1,8 +1,8 @@
 """What the thread that calls may have set up: modes under which memory is not real, compilers.
 
 Modes of torch (fake tensors, functional tensors, any dispatch mode, the
-transforms of `torch.func`) are of a thread.  Under one, an operation on real
-memory may give a tensor that has none, which a transport must never see.
+transforms of `torch.func`) are of a thread.  Under some, an operation on real
+memory gives a tensor that has none, which a transport must never see.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
+_SAMPLE = torch.zeros(1, device="cpu")
 _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transform: Callable[[], object] = _functorch.maybe_current_level
 
@@ -33,26 +34,33 @@ def refuse_modes(operation: object) -> None:
 
     Modes that only look on (a profiler's, a counter's, the side stream's checker) are none.
     """
-    what = ""
-    if _dispatch_modes():
-        what = next(filter(None, map(_unreal, _get_current_dispatch_mode_stack())), "")
-    if not what and _transform() is not None:
+    if _dispatch_modes() and not _makes_memory():
+        names = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
+        what = " or ".join(names)
+    elif _transform() is not None:
         what = "a transform of torch.func"
-    if what:
-        raise CommError(
-            ErrorKind.UNSUPPORTED,
-            operation,
-            f"{what} is active on this thread, and tensors made under it may have no memory",
-            "Send and receive outside of the mode",
+    else:
+        return
+    raise CommError(
+        ErrorKind.UNSUPPORTED,
+        operation,
+        f"{what} is active on this thread, and tensors made under this mode have no memory",
+        "Send and receive outside of the mode",
+    )
+
+
+def _makes_memory() -> bool:
+    """Whether new tensors, and views of those that are there, are plain and have memory."""
+    try:
+        made, view = torch.empty(1, device="cpu"), _SAMPLE.as_strided((1,), (1,))
+        return (
+            type(made) is torch.Tensor
+            and type(view) is torch.Tensor
+            and made.data_ptr() != 0
+            and view.data_ptr() == _SAMPLE.data_ptr()
         )
-
-
-def _unreal(mode: object) -> str:
-    """The name of a mode that replaces tensors by ones without memory; empty for other modes.
-
-    Torch gives a key to its own such modes: fake, functional and proxy tensors.
-    """
-    return "" if getattr(mode, "_mode_key", None) is None else type(mode).__name__
+    except Exception:  # a mode may refuse real tensors, or anything
+        return False
 
 
 def outside_modes(function: Callable[P, R]) -> Callable[P, R]:

@@ -11,7 +11,9 @@ import torch
 from local import SERIALIZED, WAITED, connected
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from commlayer.communicator import Communicator
 from commlayer.errors import CommError, ErrorKind
@@ -172,9 +174,19 @@ class Quiet(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Meta(TorchDispatchMode):
+    """A mode of somebody's own under which nothing has memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.to("meta") if type(result) is Tensor else result
+
+
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "fake": lambda: FakeTensorMode(),
     "fake beside real": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "functional": lambda: FunctionalTensorMode(),
+    "own": Meta,
 }
 
 
@@ -209,6 +221,11 @@ def test_a_mode_that_makes_tensors_without_memory_is_refused(
         assert caught.value.kind is ErrorKind.UNSUPPORTED
         assert caught.value.cure
     works(pair)
+
+
+def test_a_mode_that_changes_nothing_is_no_matter(pair: list[Communicator]) -> None:
+    with Quiet(), FlopCounterMode(display=False):
+        works(pair)
 
 
 @pytest.mark.parametrize(
