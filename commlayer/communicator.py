@@ -21,7 +21,7 @@ from commlayer.handle import (
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.encode import check_dict
 from commlayer.observe.report import Report
-from commlayer.progress.deadline import checked_timeout
+from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.lifetime import Fingerprint
 from commlayer.progress.operation import DevicePart, LaneKey, Operation, calling_site
@@ -427,12 +427,10 @@ class Communicator:
         that have failed do not count.
         """
         limit = checked_timeout(timeout)
-        now = self._connection.runtime.now
-        deadline = None if limit is None else now() + limit
+        deadline = Deadline(self._connection.runtime.now, limit)
         self.ledger.attend_all()
         for operation in self.ledger.pending_sends():
-            remaining = None if deadline is None else max(0.0, deadline - now())
-            if not self.ledger.wait(operation, remaining):
+            if not self.ledger.wait(operation, deadline.remaining()):
                 pending = self.ledger.pending_sends()
                 raise CommTimeout(
                     "drain",

@@ -7,7 +7,7 @@ from typing import Any, NoReturn, Protocol
 
 from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.progress.deadline import checked_timeout
+from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.engine import ProgressEngine
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import Operation
@@ -201,10 +201,9 @@ class CompositeHandle:
 
     def _within(self, timeout: float | None) -> Iterator[tuple[Handle, float | None]]:
         """Every handle, with what is left of the time when its turn comes."""
-        limit = checked_timeout(timeout)
-        deadline = None if limit is None else self._now() + limit
+        deadline = Deadline(self._now, checked_timeout(timeout))
         for handle in self._handles:
-            yield handle, None if deadline is None else max(0.0, deadline - self._now())
+            yield handle, deadline.remaining()
 
     def is_completed(self) -> bool:
         return all(handle.is_completed() for handle in self._handles)

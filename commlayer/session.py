@@ -12,7 +12,7 @@ from commlayer.device.side_stream import SideStreams
 from commlayer.lanes.connection import Connection
 from commlayer.lanes.encode import Encoder
 from commlayer.observe.observation import Observation
-from commlayer.progress.deadline import checked_timeout
+from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.retention import DeviceHold, RetentionPolicy
 from commlayer.semantics import Semantics
 from commlayer.wire.tensors import Limits
@@ -74,7 +74,7 @@ class Session:
         """
         limit = checked_timeout(timeout)
         limit = self.config.close_timeout if limit is None else limit
-        deadline = self.connection.runtime.now() + limit
+        deadline = Deadline(self.connection.runtime.now, limit)
         try:
             if self.connection.close(limit) and self.tracker.join(deadline):
                 self.release()

@@ -23,7 +23,7 @@ from commlayer.device.device import DeviceEvent, DeviceRuntime
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
 from commlayer.lanes.claims import MessageClaim
-from commlayer.progress.deadline import checked_timeout
+from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.wire.frame import Kind, protocol_error
 from commlayer.wire.modes import outside_modes, uncompiled
 from commlayer.wire.reader import Incoming
@@ -216,11 +216,10 @@ class Exchange:
 
         Raises `CommTimeout`, which loses nothing, and whatever receiving raises.
         """
-        deadline = None if timeout is None else self.runtime.now() + timeout
+        deadline = Deadline(self.runtime.now, timeout)
         for peer in self._peers:
             while not self._has(peer, key) and not over():
-                remaining = None if deadline is None else max(0.0, deadline - self.runtime.now())
-                self._take_in(peer, remaining)
+                self._take_in(peer, deadline.remaining())
 
     def ready(self, key: tuple[Any, ...]) -> bool:
         """Whether `wait` would return at once.  Never blocks."""
@@ -349,7 +348,7 @@ class GatherHandle:
             self._gather(deadline)
         if self._error is not None:
             raise self._error.again()
-        self._received.wait(self._remaining(deadline))
+        self._received.wait(deadline.remaining())
         if self._gathered is not None and self._device is not None:
             self._gathered.wait()
             stream = self._device.current_stream()
@@ -359,10 +358,10 @@ class GatherHandle:
     @outside_modes
     def synchronize(self, timeout: float | None = None) -> None:
         deadline = self._deadline(timeout)
-        self.wait(self._remaining(deadline))
-        self._received.synchronize(self._remaining(deadline))
+        self.wait(deadline.remaining())
+        self._received.synchronize(deadline.remaining())
         while self._gathered is not None and not self._gathered.query():
-            if self._remaining(deadline) == 0.0:
+            if deadline.expired():
                 raise CommTimeout(
                     self._operation,
                     f"its slices are not gathered on the device after {timeout:g} s",
@@ -374,7 +373,7 @@ class GatherHandle:
     def is_completed(self) -> bool:
         if not self._done:
             try:
-                if not self._post_in_line(ready_only=True):
+                if not self._post_in_line(self._deadline(None), ready_only=True):
                     return False
                 if not self._slices or self._error or self._exchange.ready(self._key):
                     self._assemble()
@@ -395,25 +394,21 @@ class GatherHandle:
         state = "pending" if not self._done else "failed" if self._error else "complete"
         return f"<{state}: {self._operation}>"
 
-    def _deadline(self, timeout: float | None) -> float | None:
-        limit = checked_timeout(timeout)
-        return None if limit is None else self._exchange.runtime.now() + limit
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline(self._exchange.runtime.now, checked_timeout(timeout))
 
-    def _remaining(self, deadline: float | None) -> float | None:
-        return None if deadline is None else max(0.0, deadline - self._exchange.runtime.now())
-
-    def _gather(self, deadline: float | None) -> None:
+    def _gather(self, deadline: Deadline) -> None:
         try:
             self._post_in_line(deadline)
             if self._slices and self._error is None:
-                self._exchange.wait(self._key, self._remaining(deadline), lambda: self._done)
+                self._exchange.wait(self._key, deadline.remaining(), lambda: self._done)
             self._assemble()
         except CommTimeout:
             raise
         except CommError as error:
             self._fail(error)
 
-    def _post_in_line(self, deadline: float | None = None, *, ready_only: bool = False) -> bool:
+    def _post_in_line(self, deadline: Deadline, *, ready_only: bool = False) -> bool:
         """Post this handle's parts and, before, those of older messages of the sender.
 
         Ranks that wait in another order get what they wait for.  With
@@ -426,7 +421,7 @@ class GatherHandle:
                 continue
             if ready_only and not oldest._received.is_completed():
                 return False
-            oldest._post(self._remaining(deadline))
+            oldest._post(deadline.remaining())
             self._exchange.leave(self._line, oldest)
         return True
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from commlayer.device.device import DeviceEvent
 from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.progress.deadline import checked_timeout
+from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.runtime import Runtime
@@ -322,10 +322,10 @@ class Tracker:
             self._waited.discard(operation)
             self._free.append(int(operation.lane.tag))
 
-    def join(self, deadline: float) -> bool:
+    def join(self, deadline: Deadline) -> bool:
         """Wait until nothing is pending; False if something is at `deadline`.  It goes on."""
         for operation in self._pending():
-            self.ledger.wait(operation, max(0.0, deadline - self.runtime.now()))
+            self.ledger.wait(operation, deadline.remaining())
         return not self._pending()
 
     def _pending(self) -> list[Tracked]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from commlayer.backend import Endpoint
 from commlayer.device.device import DeviceEvent, DeviceRuntime
 from commlayer.errors import CommError
-from commlayer.progress.engine import NativeWork, Procedure
+from commlayer.progress.engine import NativeWork, Procedure, Wait
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.polling import PollingProgress
@@ -217,7 +217,7 @@ class DeviceLane(Endpoint):
                     return
                 self._wake.clear()
                 if not self._queue and not (self._finishing and not self._held):
-                    yield self._wake
+                    yield Wait(self._wake)
             posted = self._queue.popleft()
             operation, value = posted.operation, posted.value
             self._current = operation

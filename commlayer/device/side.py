@@ -10,6 +10,7 @@ from commlayer.device.backend import StreamTransport
 from commlayer.device.device import DeviceRuntime
 from commlayer.device.lane import DeviceLane
 from commlayer.errors import CommError
+from commlayer.progress.deadline import Deadline
 from commlayer.progress.ledger import Block, Ledger
 from commlayer.progress.operation import LaneKey
 from commlayer.progress.polling import PollingProgress
@@ -96,7 +97,7 @@ class DeviceSide:
 
     def wait_for(self, ready: Callable[[], bool], timeout: float | None) -> bool:
         """Block until `ready`, posting what is postponed meanwhile; False on timeout."""
-        deadline = None if timeout is None else self.runtime.now() + timeout
+        deadline = Deadline(self.runtime.now, timeout)
         event = self.runtime.event()
         self._waiters.append(event)
         try:
@@ -105,8 +106,7 @@ class DeviceSide:
                 self.advance()
                 if ready():
                     return True
-                remaining = None if deadline is None else max(0.0, deadline - self.runtime.now())
-                if not self._host_block(event, remaining):
+                if not self._host_block(event, deadline.remaining()):
                     self.advance()
                     return ready()
         finally:
@@ -141,7 +141,7 @@ class DeviceSide:
                 if key.peer == peer:
                     lane.fail(error)
 
-    def join(self, peers: set[int], deadline: float) -> bool:
+    def join(self, peers: set[int], deadline: Deadline) -> bool:
         """End the lanes with `peers`; False if device work is still pending at `deadline`."""
         lanes = [lane for key, lane in self._lanes.items() if key.peer in peers]
         for lane in lanes:

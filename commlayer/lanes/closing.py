@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from commlayer.errors import CommError, CommTimeout, ErrorKind, connection_with
 from commlayer.lanes.sending import SendLane
+from commlayer.progress.deadline import Deadline
 from commlayer.progress.engine import Driven
 from commlayer.progress.operation import Operation
 from commlayer.wire.control import Bye, ByeAck, LaneName, Taken
@@ -118,18 +119,18 @@ class Parting:
         """
         connection = self._connection
         peers, runtime, device = connection.peers.values(), connection.runtime, connection.device
-        deadline = runtime.now() + timeout
+        deadline = Deadline(runtime.now, timeout)
         for peer in peers:
             for lane in list(peer.sends.values()):
                 if lane.key.name != CONTROL_LANE:
                     lane.refuse(closed)
-        undelivered = self._drain(deadline - min(1.0, timeout / 4))
+        undelivered = self._drain(Deadline(runtime.now, timeout - min(1.0, timeout / 4)))
         for peer in peers:
             self._say_bye(peer, closed)
         connection.advance()
         silent = []
         for peer in peers:
-            if not connection.block(peer.parted, max(0.0, deadline - runtime.now())):
+            if not connection.block(peer.parted, deadline.remaining()):
                 silent.append(peer.rank)
         ended = connection.progress.join(self._lanes(silent), deadline)
         if device is not None:
@@ -154,13 +155,13 @@ class Parting:
             )
         return ended and not self._stuck()
 
-    def _drain(self, deadline: float) -> list[Operation]:
+    def _drain(self, deadline: Deadline) -> list[Operation]:
         """Wait for all pending sends; those undelivered at `deadline`, or when the peer closed."""
-        ledger, runtime = self._connection.ledger, self._connection.runtime
+        ledger = self._connection.ledger
         pending = ledger.pending_sends()
         ledger.attend_all()
         for operation in pending:
-            ledger.wait(operation, max(0.0, deadline - runtime.now()))
+            ledger.wait(operation, deadline.remaining())
         return [each for each in pending if not each.settled or _refused(each)]
 
     def _say_bye(self, peer: Peer, closed: CommError) -> None:

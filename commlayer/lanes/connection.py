@@ -123,7 +123,7 @@ class Connection:
             lane.claim(_ControlClaim(self, peer, lane))
         self._monitor.start()
 
-    def block(self, event: Event, timeout: float) -> bool:
+    def block(self, event: Event, timeout: float | None) -> bool:
         """Wait until `event` is set, driving what the caller has to; False on timeout."""
         if self.device is None:
             return self.progress.block(event, timeout)

@@ -16,9 +16,8 @@ from commlayer.errors import CommError, ErrorKind, Subject
 from commlayer.lanes.context import LaneContext, driver_died
 from commlayer.lanes.payload import PayloadReceiver
 from commlayer.progress.claim import Claim
-from commlayer.progress.engine import NativeWork, Procedure
+from commlayer.progress.engine import NativeWork, Procedure, Wait
 from commlayer.progress.operation import LaneKey, Operation
-from commlayer.progress.runtime import Event
 from commlayer.wire.frame import (
     LOOSE,
     PREFIX_BYTES,
@@ -207,7 +206,7 @@ class RecvLane:
     def _receive(self, buffer: Tensor, slot: int) -> Any:
         return self._endpoint.irecv(buffer, self.key.peer, TagMap.payload(self._tag, slot))
 
-    def _read(self, header: _Header) -> Generator[NativeWork | Event, None, Incoming | None]:
+    def _read(self, header: _Header) -> Generator[NativeWork | Wait, None, Incoming | None]:
         """Read what arrived; ``None`` for a goodbye."""
         prefix = self._reader.prefix(header.view)
         end = PREFIX_BYTES
@@ -239,16 +238,16 @@ class RecvLane:
             yield NativeWork(self._endpoint, self._posted[0].work)
             self._posted.popleft()
 
-    def _throttle(self) -> Generator[Event, None, None]:
+    def _throttle(self) -> Generator[Wait, None, None]:
         while True:
             with self._lock:
                 free = len(self._arrived) < self._context.unclaimed
                 if free or self._sinking or self._unthrottled:
                     return
                 self._wake.clear()
-            yield self._wake
+            yield Wait(self._wake)
 
-    def _next_claim(self) -> Generator[Event, None, Claim | None]:
+    def _next_claim(self) -> Generator[Wait, None, Claim | None]:
         """Wait for a claim; ``None`` when messages are thrown away."""
         while True:
             with self._lock:
@@ -258,7 +257,7 @@ class RecvLane:
                 if self._sinking:
                     return None
                 self._wake.clear()
-            yield self._wake
+            yield Wait(self._wake)
 
     def _hand_over(self, incoming: Incoming, claim: Claim | None = None) -> None:
         with self._lock:

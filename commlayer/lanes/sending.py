@@ -13,7 +13,7 @@ from commlayer.backend import Endpoint
 from commlayer.device.payload import SendPayload
 from commlayer.errors import CommError
 from commlayer.lanes.context import LaneContext, driver_died
-from commlayer.progress.engine import NativeWork, Pause, Procedure
+from commlayer.progress.engine import NativeWork, Procedure, Wait
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.wire.frame import LOOSE, Kind
 from commlayer.wire.message import Outgoing, plain
@@ -230,14 +230,14 @@ class SendLane:
                 self._wake.clear()
                 self._idle = not self._linger or quiet >= _LINGERS
                 if not self._queue and (self._outbox or not self._finishing):
-                    yield self._wake if self._idle else Pause(self._wake, self._linger * 2**quiet)
+                    yield Wait(self._wake, None if self._idle else self._linger * 2**quiet)
                     quiet += 1
             quiet = 0
             self._idle = False
             if self._unattended():
                 self._wake.clear()
                 if self._unattended():
-                    yield Pause(self._wake, self._linger)
+                    yield Wait(self._wake, self._linger)
                 if self._unattended():
                     self._attended = self._sequence - 1
             posted = self._queue.popleft()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.direct import DirectProgress
 from commlayer.progress.engine import ProgressEngine
@@ -11,15 +9,6 @@ from commlayer.progress.polling import PollingProgress
 from commlayer.progress.runtime import Runtime
 from commlayer.progress.waiter import WaiterProgress
 from commlayer.semantics import Poll, PostMayBlock, Progress, Semantics, Threads, WaitBlocks
-
-_CHOICES: dict[str, Callable[[Runtime, Semantics, bool], ProgressEngine]] = {
-    "waiter": lambda runtime, _, direct: (
-        DirectProgress(runtime) if direct else WaiterProgress(runtime)
-    ),
-    "polling": lambda runtime, semantics, _: PollingProgress(
-        runtime, background=semantics.threads is not Threads.FUNNELED
-    ),
-}
 
 
 def choose_progress(
@@ -41,16 +30,22 @@ def choose_progress(
                 f"unsound: {obstacles[preference]}",
                 "Leave progress at 'auto'",
             )
-        return _CHOICES[preference](runtime, semantics, direct)
+        return _make(preference, semantics, runtime, direct)
     for name, obstacle in obstacles.items():
         if not obstacle:
-            return _CHOICES[name](runtime, semantics, direct)
+            return _make(name, semantics, runtime, direct)
     raise CommError(
         ErrorKind.UNSUPPORTED,
         f"progress on backend {backend!r}",
         f"no way to notice completion is sound: {obstacles['waiter']}; {obstacles['polling']}",
         "Declare (and prove) a stronger fact in the plugin",
     )
+
+
+def _make(name: str, semantics: Semantics, runtime: Runtime, direct: bool) -> ProgressEngine:
+    if name == "polling":
+        return PollingProgress(runtime, background=semantics.threads is not Threads.FUNNELED)
+    return DirectProgress(runtime) if direct else WaiterProgress(runtime)
 
 
 def _waiter_obstacle(semantics: Semantics) -> str:

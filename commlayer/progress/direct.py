@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from commlayer.progress.engine import Lane, NativeWork, Pause
+from commlayer.progress.engine import Lane, Wait
 from commlayer.progress.operation import Operation
 from commlayer.progress.runtime import Runtime
 from commlayer.progress.waiter import Waiter, WaiterProgress
@@ -89,11 +89,11 @@ class _SharedWaiter(Waiter):
         """True where the lane waits for an event that is not set."""
         while not operation.settled and not self.ended:
             step = self._step
-            if step is None or type(step) is NativeWork:
+            if type(step) is not Wait:
                 del step
                 self._moves += 1
                 self._advance()
-            elif type(step) is Pause or step.is_set():  # type: ignore[union-attr]
+            elif step.seconds is not None or step.event.is_set():
                 self._step = None
                 self._resume()
             else:
@@ -105,11 +105,8 @@ class _SharedWaiter(Waiter):
         self._move_if_free()
         while not self.ended:
             step = self._step
-            if step is not None and type(step) is not NativeWork:
-                if type(step) is Pause:
-                    step.event.wait(step.seconds)
-                else:
-                    step.wait()  # type: ignore[union-attr]
+            if type(step) is Wait:
+                step.event.wait(step.seconds)
                 if not self._move_if_free(step):
                     self._nudge.wait(_TICK)
                 continue
@@ -149,7 +146,7 @@ class _SharedWaiter(Waiter):
                 self._resume()
             while not self.ended:
                 if self._step is None or (
-                    wanted and type(self._step) is NativeWork and self._lane.wanted
+                    wanted and type(self._step) is not Wait and self._lane.wanted
                 ):
                     self._advance()
                 else:

@@ -1,7 +1,7 @@
 """What drives operations to completion when nobody waits.
 
 Each lane is a procedure (a generator) that yields what it waits for: a native
-work, an event, or a pause.  Engines run procedures: `waiter` gives each lane a
+work or an event.  Engines run procedures: `waiter` gives each lane a
 task that blocks in the native wait, once per work and in order; `direct` lets
 who waits for an operation do that; `polling` asks the transport's poll for all
 lanes.  Which one is sound follows from the declared facts (`engines`).
@@ -13,6 +13,7 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from commlayer.backend import Endpoint
+from commlayer.progress.deadline import Deadline
 from commlayer.progress.runtime import Event
 
 if TYPE_CHECKING:
@@ -26,14 +27,14 @@ class NativeWork(NamedTuple):
     work: Any
 
 
-class Pause(NamedTuple):
-    """A wait for an event that ends after so many seconds, too."""
+class Wait(NamedTuple):
+    """A wait for `event`, at most `seconds` long."""
 
     event: Event
-    seconds: float
+    seconds: float | None = None
 
 
-Step = NativeWork | Event | Pause | None
+Step = NativeWork | Wait | None
 """What a lane waits for; ``None`` where an operation was settled and it goes on at once."""
 
 Procedure = Generator[Step, None, None]
@@ -102,7 +103,7 @@ class ProgressEngine(Protocol):
         """Wait until `event` is set, driving lanes where the caller has to; False on timeout."""
         ...
 
-    def join(self, lanes: Sequence[Driven], deadline: float) -> bool:
+    def join(self, lanes: Sequence[Driven], deadline: Deadline) -> bool:
         """Wait until the procedures of `lanes` have ended; False if one runs at `deadline`."""
         ...
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from commlayer.errors import CommError, ErrorKind
+from commlayer.progress.deadline import Deadline
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.reaping import ReapingPolicy
 from commlayer.progress.retention import DeviceHold
@@ -164,7 +165,7 @@ class Ledger:
     def _wait_for_room(self, operation: Operation) -> None:
         if self._bounds.on_full == "raise":
             raise self._full(operation)
-        deadline = self._runtime.now() + self._bounds.timeout
+        deadline = Deadline(self._runtime.now, self._bounds.timeout)
         self._waiters += 1
         try:
             while True:
@@ -172,8 +173,7 @@ class Ledger:
                 self.attend_all()
                 if self._try_admit(operation, exempt=False):
                     return
-                remaining = deadline - self._runtime.now()
-                if remaining <= 0 or not self._block(self._released, remaining):
+                if not self._block(self._released, deadline.remaining()):
                     if self._try_admit(operation, exempt=False):
                         return
                     raise self._full(operation)

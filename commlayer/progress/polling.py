@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from commlayer.progress.engine import Driven, NativeWork, Procedure, Step
+from commlayer.progress.deadline import Deadline
+from commlayer.progress.engine import Driven, NativeWork, Procedure, Step, Wait
 from commlayer.progress.operation import Operation
 from commlayer.progress.runtime import Event, Runtime, Task
 from commlayer.wire.modes import outside_modes
@@ -33,7 +34,7 @@ class PollingProgress:
     def __init__(self, runtime: Runtime, *, background: bool) -> None:
         self._runtime = runtime
         self._background = background
-        self._active: dict[str, tuple[Driven, Procedure, Step]] = {}
+        self._active: dict[str, tuple[Driven, Procedure, Step, Deadline | None]] = {}
         self._lock = runtime.lock()
         self._advancing = False
         self._started = runtime.event()
@@ -47,7 +48,7 @@ class PollingProgress:
             lane.abandon(self._failure)
             return
         with self._lock:
-            self._active[lane.name] = (lane, lane.steps(), None)
+            self._active[lane.name] = (lane, lane.steps(), None, None)
         if not self._background:
             self.advance()
         elif self._task is None:
@@ -86,7 +87,7 @@ class PollingProgress:
     def _abandon_all(self, failure: BaseException) -> None:
         with self._lock:
             self._failure = failure
-            lanes = [lane for lane, _, _ in self._active.values()]
+            lanes = [lane for lane, *_ in self._active.values()]
             self._active.clear()
         for lane in lanes:
             lane.abandon(failure)
@@ -107,26 +108,31 @@ class PollingProgress:
             active = list(self._active.values())
         try:
             moved = False
-            for lane, steps, step in active:
-                moved |= self._advance_lane(lane, steps, step)
+            for lane, steps, step, within in active:
+                moved |= self._advance_lane(lane, steps, step, within)
             return moved
         finally:
             self._advancing = False
 
-    def _advance_lane(self, lane: Driven, steps: Procedure, step: Step) -> bool:
+    def _advance_lane(
+        self, lane: Driven, steps: Procedure, step: Step, within: Deadline | None
+    ) -> bool:
         moved = False
         current: Step = step
         ended = False
         while not ended:
             error: Exception | None = None
             try:
-                if not self._ready(current):
+                if not self._ready(current, within):
                     break
             except Exception as raised:
                 error = raised
             moved = True
             try:
                 current = next(steps) if error is None else steps.throw(error)
+                within = None
+                if type(current) is Wait and current.seconds is not None:
+                    within = Deadline(self._runtime.now, current.seconds)
             except StopIteration:
                 ended = True
             except BaseException as failure:
@@ -140,36 +146,35 @@ class PollingProgress:
                 if ended:
                     self._active.pop(lane.name, None)
                 else:
-                    self._active[lane.name] = (lane, steps, current)
+                    self._active[lane.name] = (lane, steps, current, within)
         return moved
 
     @staticmethod
-    def _ready(step: Step) -> bool:
-        if step is None:
-            return True
+    def _ready(step: Step, within: Deadline | None) -> bool:
+        if type(step) is Wait:
+            return step.event.is_set() or (within is not None and within.expired())
         if type(step) is NativeWork:
             if not step.endpoint.poll(step.work):
                 return False
             step.endpoint.wait(step.work)
-            return True
-        return step.is_set()  # type: ignore[union-attr]
+        return True
 
     def block(self, event: Event, timeout: float | None) -> bool:
-        deadline = None if timeout is None else self._runtime.now() + timeout
+        deadline = Deadline(self._runtime.now, timeout)
         while True:
             moved = self.advance()
             if event.is_set():
                 return True
-            if deadline is not None and self._runtime.now() >= deadline:
+            if deadline.expired():
                 return False
             if not moved:
                 self._runtime.sleep(self.IDLE_SLEEP)
 
-    def join(self, lanes: Sequence[Driven], deadline: float) -> bool:
+    def join(self, lanes: Sequence[Driven], deadline: Deadline) -> bool:
         names = {lane.name for lane in lanes}
         while names & self._active.keys():
             if not self.advance():
-                if self._runtime.now() >= deadline:
+                if deadline.expired():
                     return False
                 self._runtime.sleep(self.IDLE_SLEEP)
         return True

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from commlayer.progress.engine import Driven, Lane, NativeWork, Pause, Step
+from commlayer.progress.deadline import Deadline
+from commlayer.progress.engine import Driven, Lane, NativeWork, Step, Wait
 from commlayer.progress.operation import Operation
 from commlayer.progress.runtime import Event, Runtime, Task
 
@@ -52,10 +53,8 @@ class Waiter:
             except Exception as raised:
                 error = raised
             del work
-        elif type(step) is Pause:
+        elif type(step) is Wait:
             step.event.wait(step.seconds)
-        elif step is not None:
-            step.wait()  # type: ignore[union-attr]
         del step
         self._resume(error)
 
@@ -99,10 +98,10 @@ class WaiterProgress:
     def block(self, event: Event, timeout: float | None) -> bool:
         return event.wait(timeout)
 
-    def join(self, lanes: Sequence[Driven], deadline: float) -> bool:
+    def join(self, lanes: Sequence[Driven], deadline: Deadline) -> bool:
         tasks = [self._tasks[lane.name] for lane in lanes if lane.name in self._tasks]
         for task in tasks:
-            task.join(max(0.0, deadline - self._runtime.now()))
+            task.join(deadline.remaining())
         return not any(task.is_alive() for task in tasks)
 
     def stop(self) -> None:

@@ -26,7 +26,9 @@ from commlayer.communicator import Communicator
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
 from commlayer.progress.choose import choose_progress
+from commlayer.progress.deadline import Deadline
 from commlayer.progress.direct import DirectProgress
+from commlayer.progress.engine import Procedure, ProgressEngine, Wait
 from commlayer.progress.polling import PollingProgress
 from commlayer.progress.reaping import BackgroundReaping
 from commlayer.progress.runtime import ThreadRuntime
@@ -121,6 +123,45 @@ def test_an_unsound_preference_is_refused_when_connecting(
 ) -> None:
     with pytest.raises(CommError, match=named):
         connect_rank(Hub(1, facts), 0, progress=preference)
+
+
+class Paused:
+    """A lane that waits for an event with a limit; nobody sets the event."""
+
+    name = "paused"
+    wanted = False
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.never = threading.Event()
+
+    def steps(self) -> Procedure:
+        yield Wait(self.never, 0.01)
+        self.over.set()
+
+    def abandon(self, error: BaseException) -> None:
+        raise error
+
+    def attend(self, operation: Any) -> None:
+        pass
+
+    def hurry(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("engine", ["waiter", "direct", "polling", "polling inside calls"])
+def test_a_wait_with_a_limit_ends_in_every_engine(engine: str) -> None:
+    runtime = ThreadRuntime()
+    driver: ProgressEngine
+    if engine.startswith("polling"):
+        driver = PollingProgress(runtime, background=engine == "polling")
+    else:
+        driver = WaiterProgress(runtime) if engine == "waiter" else DirectProgress(runtime)
+    lane = Paused()
+    driver.start(lane)
+    assert driver.block(lane.over, 30)
+    assert driver.join([lane], Deadline(runtime.now, 30))
+    driver.stop()
 
 
 # Driving
