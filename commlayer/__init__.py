@@ -9,7 +9,21 @@ if TYPE_CHECKING:
     from commlayer.bootstrap.connector import connect
     from commlayer.communicator import Communicator
     from commlayer.config import CommConfig
-    from commlayer.errors import CommError, CommTimeout, ErrorKind
+    from commlayer.errors import (
+        Closed,
+        CommError,
+        CommTimeout,
+        ConfigError,
+        DeviceError,
+        ErrorKind,
+        Full,
+        LifetimeError,
+        OperationRef,
+        PeerLost,
+        PluginError,
+        ProtocolError,
+        UnsupportedError,
+    )
     from commlayer.handle import Handle
     from commlayer.hooks import hookimpl
     from commlayer.progress.reaping import ReapingPolicy
@@ -18,30 +32,50 @@ if TYPE_CHECKING:
     from commlayer.wire.values import register
 
 __all__ = [
+    "Closed",
     "CommConfig",
     "CommError",
     "CommTimeout",
     "Communicator",
+    "ConfigError",
+    "DeviceError",
     "ErrorKind",
+    "Full",
     "Handle",
+    "LifetimeError",
+    "OperationRef",
+    "PeerLost",
+    "PluginError",
+    "ProtocolError",
     "ReapingPolicy",
     "RetentionPolicy",
     "Semantics",
+    "UnsupportedError",
     "connect",
     "hookimpl",
     "register",
 ]
 
 _MODULES = {
+    "Closed": "commlayer.errors",
     "CommConfig": "commlayer.config",
     "CommError": "commlayer.errors",
     "CommTimeout": "commlayer.errors",
     "Communicator": "commlayer.communicator",
+    "ConfigError": "commlayer.errors",
+    "DeviceError": "commlayer.errors",
     "ErrorKind": "commlayer.errors",
+    "Full": "commlayer.errors",
     "Handle": "commlayer.handle",
+    "LifetimeError": "commlayer.errors",
+    "OperationRef": "commlayer.errors",
+    "PeerLost": "commlayer.errors",
+    "PluginError": "commlayer.errors",
+    "ProtocolError": "commlayer.errors",
     "ReapingPolicy": "commlayer.progress.reaping",
     "RetentionPolicy": "commlayer.progress.retention",
     "Semantics": "commlayer.semantics",
+    "UnsupportedError": "commlayer.errors",
     "connect": "commlayer.bootstrap.connector",
     "hookimpl": "commlayer.hooks",
     "register": "commlayer.wire.values",

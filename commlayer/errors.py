@@ -1,8 +1,10 @@
-"""The one error type of the library, and its kinds."""
+"""The errors of the library: one base class, one class for each kind."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Protocol, TypeAlias
 
 
 class ErrorKind(str, Enum):
@@ -22,63 +24,80 @@ class ErrorKind(str, Enum):
     """A limit expired; the operation goes on and may be waited again."""
     PEER_LOST = "peer_lost"
     """The peer is dead or unreachable."""
+    DEVICE = "device"
+    """This rank's own device, or its runtime, failed."""
     PROTOCOL = "protocol"
     """A message is malformed, out of order, or not what the receiver asked for."""
     LIFETIME = "lifetime"
     """A buffer was overwritten or freed while an operation still used it."""
 
 
-class Subject(str):
-    """The words for an operation, with what they are made of."""
+@dataclass(frozen=True)
+class OperationRef:
+    """The operation that an error is about, as values and (``str``) in words.
 
-    __slots__ = ("call", "channel", "nbytes", "peer", "sequence", "tag")
-
-    call: str
-    peer: int
-    channel: str
-    tag: str
-    sequence: int
-    nbytes: int
-
-    @classmethod
-    def of(
-        cls, text: str, *, call: str, peer: int, channel: str, tag: str, sequence: int, nbytes: int
-    ) -> Subject:
-        """`text` that describes the operation of these values; -1 and 0 where unknown."""
-        subject = cls(text)
-        subject.call = call
-        subject.peer = peer
-        subject.channel = channel
-        subject.tag = tag
-        subject.sequence = sequence
-        subject.nbytes = nbytes
-        return subject
-
-
-def connection_with(rank: int, process: str = "") -> Subject:
-    """The words for everything that goes between this rank and `rank`, which is `process`."""
-    text = f"connection with rank {rank}" + (f" ({process})" if process else "")
-    return Subject.of(text, call="connection", peer=rank, channel="", tag="", sequence=-1, nbytes=0)
-
-
-class CommError(RuntimeError):
-    """An error that names the operation, the cause and the cure.
-
-    `operation` describes what was attempted (kind, peer, channel, sequence
-    number, size) and is kept as text, `cause` what happened and `cure` what to do about it.  All
-    three are plain text and part of ``str(error)``.
-
-    `call` (such as ``"irecv"``), `peer`, `channel`, `tag`, `sequence` and `nbytes` are
-    those of the operation, and ``None`` where an error is about no single one or
-    where it is not known yet.  `anchor` is where its kind is explained.
+    `peer` and `sequence` are -1, `channel` and `tag` empty, and `nbytes` 0 where unknown.
     """
 
-    def __init__(self, kind: ErrorKind, operation: object, cause: str, cure: str) -> None:
+    text: str
+    call: str
+    peer: int = -1
+    channel: str = ""
+    tag: str = ""
+    sequence: int = -1
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Described(Protocol):
+    """What can say of itself which operation it is, once an error needs it."""
+
+    def describe(self) -> OperationRef: ...
+
+
+About: TypeAlias = str | OperationRef | Described
+"""What an error is about: an operation, or words where it is about no single one."""
+
+
+def connection_with(rank: int, process: str = "") -> OperationRef:
+    """All traffic between this rank and `rank`, which is `process`."""
+    text = f"connection with rank {rank}" + (f" ({process})" if process else "")
+    return OperationRef(text, "connection", rank)
+
+
+class _ByKind(type):
+    """Makes ``CommError(kind, ...)`` an error of the class of that kind."""
+
+    def __call__(cls, *arguments: Any, **named: Any) -> Any:
+        if cls is CommError:
+            kind, *arguments_left = arguments
+            return _CLASSES[kind](*arguments_left, **named)
+        return super().__call__(*arguments, **named)
+
+
+class CommError(RuntimeError, metaclass=_ByKind):
+    """An error that names the operation, the cause and the cure.
+
+    Each kind has a class of its own to catch: ``CommError(kind, ...)`` makes an
+    error of that class.  `operation` says what was attempted (call, peer, channel,
+    sequence number, size), `cause` what happened and `cure` what to do about it;
+    all three are plain text and part of ``str(error)``.  `about` is the operation
+    as values, or ``None`` where an error is about no single one.  `anchor` is
+    where the kind is explained.
+
+    Errors can be pickled and copied.
+    """
+
+    def __init__(self, kind: ErrorKind, about: About, cause: str, cure: str) -> None:
+        about = about if isinstance(about, (str, OperationRef)) else about.describe()
         self.kind = kind
-        self.operation = operation if isinstance(operation, str) else str(operation)
+        self.operation = str(about)
+        self.about = about if isinstance(about, OperationRef) else None
         self.cause = cause
         self.cure = cure
-        super().__init__(f"{operation}: {cause}. {cure}" if cure else f"{operation}: {cause}.")
+        super().__init__(f"{about}: {cause}. {cure}" if cure else f"{about}: {cause}.")
         self.__notes__ = [f"see {self.anchor}"]
 
     @property
@@ -89,59 +108,122 @@ class CommError(RuntimeError):
     @property
     def call(self) -> str | None:
         """The call, such as ``"irecv"``; this and the others are ``None`` where not known."""
-        return self.operation.call if isinstance(self.operation, Subject) else None
+        return self.about.call if self.about else None
 
     @property
     def peer(self) -> int | None:
         """The other rank."""
-        return self.operation.peer if isinstance(self.operation, Subject) else None
+        return self.about.peer if self.about and self.about.peer >= 0 else None
 
     @property
     def channel(self) -> str | None:
         """The channel."""
-        return (self.operation.channel or None) if isinstance(self.operation, Subject) else None
+        return (self.about.channel or None) if self.about else None
 
     @property
     def tag(self) -> str | None:
         """The tag, or the name of one of the library's own lanes."""
-        return (self.operation.tag or None) if isinstance(self.operation, Subject) else None
+        return (self.about.tag or None) if self.about else None
 
     @property
     def sequence(self) -> int | None:
         """The number of the message in its lane, from 0."""
-        if not isinstance(self.operation, Subject) or self.operation.sequence < 0:
-            return None
-        return self.operation.sequence
+        return self.about.sequence if self.about and self.about.sequence >= 0 else None
 
     @property
     def nbytes(self) -> int | None:
         """The size of the operation in bytes."""
-        return (self.operation.nbytes or None) if isinstance(self.operation, Subject) else None
+        return (self.about.nbytes or None) if self.about else None
 
     def again(self) -> CommError:
         """A fresh error of the same content, so that each raise has its own traceback."""
-        twin = type(self).__new__(type(self))
-        CommError.__init__(twin, self.kind, self.operation, self.cause, self.cure)
+        twin = _rebuild(*self._parts())
         twin.__cause__ = self.__cause__
         return twin
 
+    def _parts(self) -> tuple[type[CommError], ErrorKind, About, str, str]:
+        return type(self), self.kind, self.about or self.operation, self.cause, self.cure
+
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.kind, self.operation, self.cause, self.cure))
+        return _rebuild, self._parts()
 
 
-class CommTimeout(CommError, TimeoutError):
+class _OfOneKind(CommError):
+    kind: ErrorKind
+
+    def __init__(self, about: About, cause: str, cure: str) -> None:
+        super().__init__(type(self).kind, about, cause, cure)
+
+
+class ConfigError(_OfOneKind):
+    """A setting, an argument or a combination of choices is not valid."""
+
+    kind = ErrorKind.CONFIG
+
+
+class PluginError(_OfOneKind):
+    """A backend is missing, broken, ambiguous or written for another version."""
+
+    kind = ErrorKind.PLUGIN
+
+
+class UnsupportedError(_OfOneKind):
+    """The request is well formed, and this backend, build or version cannot do it."""
+
+    kind = ErrorKind.UNSUPPORTED
+
+
+class Closed(_OfOneKind):
+    """The communicator, or the peer's, is closed."""
+
+    kind = ErrorKind.CLOSED
+
+
+class Full(_OfOneKind):
+    """The bound on operations or bytes in flight is reached."""
+
+    kind = ErrorKind.FULL
+
+
+class CommTimeout(_OfOneKind, TimeoutError):
     """A limit expired.  Nothing has changed: the operation goes on and can be waited again."""
+
+    kind = ErrorKind.TIMEOUT
 
     def __new__(cls, *arguments: object) -> CommTimeout:
         return TimeoutError.__new__(cls)  # the one that lays out both bases
 
-    def __init__(self, operation: str, cause: str, cure: str) -> None:
-        super().__init__(ErrorKind.TIMEOUT, operation, cause, cure)
+
+class PeerLost(_OfOneKind):
+    """The peer is dead or unreachable, or has left by an error; `peer` is its rank."""
+
+    kind = ErrorKind.PEER_LOST
+
+
+class DeviceError(_OfOneKind):
+    """This rank's own device, or its runtime, failed."""
+
+    kind = ErrorKind.DEVICE
+
+
+class ProtocolError(_OfOneKind):
+    """A message is malformed, out of order, or not what the receiver asked for."""
+
+    kind = ErrorKind.PROTOCOL
+
+
+class LifetimeError(_OfOneKind):
+    """A buffer was overwritten or freed while an operation still used it."""
+
+    kind = ErrorKind.LIFETIME
+
+
+_CLASSES = {each.kind: each for each in _OfOneKind.__subclasses__()}
 
 
 def _rebuild(
-    cls: type[CommError], kind: ErrorKind, operation: str, cause: str, cure: str
+    cls: type[CommError], kind: ErrorKind, about: About, cause: str, cure: str
 ) -> CommError:
     error = cls.__new__(cls)
-    CommError.__init__(error, kind, operation, cause, cure)
+    CommError.__init__(error, kind, about, cause, cure)
     return error

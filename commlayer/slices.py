@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from commlayer.device.device import DeviceEvent, DeviceRuntime
-from commlayer.errors import CommError, CommTimeout, ErrorKind
+from commlayer.errors import About, CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.progress.deadline import Deadline, checked_timeout
@@ -78,7 +78,10 @@ class Group(Protocol):
 
 
 def sliced(
-    tensors: Mapping[str, Any], replicated: Mapping[str, bool] | None, group: Group, operation: str
+    tensors: Mapping[str, Any],
+    replicated: Mapping[str, bool] | None,
+    group: Group,
+    operation: About,
 ) -> dict[str, Any]:
     """`tensors` with this rank's part in place of each tensor that can be sent in parts.
 
@@ -115,7 +118,7 @@ def check_replicated(
     message: Mapping[str, Any],
     group: Group,
     key: tuple[Any, ...],
-    operation: str,
+    operation: About,
     timeout: float,
 ) -> None:
     """Raise (CONFIG), on every rank, if a tensor sent in parts is not the same on all of them.
@@ -321,7 +324,7 @@ class GatherHandle:
         group: Group,
         kind: tuple[Any, ...],
         src: int,
-        operation: str,
+        operation: About,
         device: DeviceRuntime | None,
     ) -> None:
         self._received = received

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from commlayer.device.device import DeviceEvent
 from commlayer.device.side import DeviceSide
-from commlayer.errors import CommError, CommTimeout, ErrorKind
+from commlayer.errors import CommError, CommTimeout, ErrorKind, OperationRef
 from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import LaneKey, Operation
@@ -56,8 +56,9 @@ class Tracked(Operation):
         super().__init__("track", lane, 0, posted_at, site)
         self.what = what
 
-    def describe(self) -> str:
-        return f"tracked {self.what}" + (f" (posted at {self.site})" if self.site else "")
+    def describe(self) -> OperationRef:
+        text = f"tracked {self.what}" + (f" (posted at {self.site})" if self.site else "")
+        return OperationRef(text, self.kind, channel=self.lane.channel)
 
 
 class _EventSource:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from commlayer.device.side import DeviceSide
+from commlayer.errors import About
 from commlayer.progress.claim import Claim
 from commlayer.progress.operation import DevicePart, LaneKey, Operation
 from commlayer.progress.retention import DeviceHold
@@ -127,7 +128,7 @@ class ReceivePayload:
         self._reserved = 0
         self._ahead: Tensor | None = None
 
-    def declare(self, schema: Schema, where: object) -> None:
+    def declare(self, schema: Schema, where: About) -> None:
         """Note the declared size of a message; raises `CommError` (PROTOCOL) for another one."""
         size = schema.body.at_most
         if self._reserved not in (0, size):

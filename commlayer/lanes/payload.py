@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commlayer.backend import Endpoint
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import About, CommError, ErrorKind
 from commlayer.progress.claim import Claim
 from commlayer.progress.engine import NativeWork, Procedure
 from commlayer.wire.reader import Incoming
@@ -37,7 +37,7 @@ class PayloadReceiver:
     """
 
     def __init__(
-        self, endpoint: Endpoint, post: Callable[[Tensor, int], Any], serial: bool, where: object
+        self, endpoint: Endpoint, post: Callable[[Tensor, int], Any], serial: bool, where: About
     ) -> None:
         self._endpoint = endpoint
         self._post = post

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commlayer.backend import Endpoint
 from commlayer.device.payload import ReceivePayload
-from commlayer.errors import CommError, ErrorKind, Subject
+from commlayer.errors import CommError, ErrorKind, OperationRef
 from commlayer.lanes.context import LaneContext, driver_died
 from commlayer.lanes.payload import PayloadReceiver
 from commlayer.progress.claim import Claim
@@ -65,15 +65,7 @@ class RecvLane:
     def __init__(self, context: LaneContext, endpoint: Endpoint, key: LaneKey, tag: int) -> None:
         self.key = key
         self.name = f"recv {key}"
-        self._where = Subject.of(
-            f"receive {key}",
-            call="receive",
-            peer=key.peer,
-            channel=key.channel,
-            tag=key.tag,
-            sequence=-1,
-            nbytes=0,
-        )
+        self._where = OperationRef(f"receive {key}", "receive", key.peer, key.channel, key.tag)
         self._context = context
         self._endpoint = endpoint
         self._tag = tag
@@ -338,7 +330,7 @@ class RecvLane:
         """End the lane: what comes next on it cannot be told apart from what went wrong."""
         self._ended = True
         cure = f"{error.cure}; this lane has ended: nothing more is received on it"
-        error = CommError(error.kind, error.operation, error.cause, cure)
+        error = CommError(error.kind, error.about or error.operation, error.cause, cure)
         self.stuck = bool(self._posted) or self._payload.pending
         self.fail(error)
         self._context.lane_broken(self.key, error)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from commlayer.errors import CommError, Subject
+from commlayer.errors import CommError, OperationRef
 from commlayer.progress.retention import DeviceHold
 
 if TYPE_CHECKING:
@@ -122,10 +122,10 @@ class Operation:
         self.driven: Lane | None = None
 
     def __str__(self) -> str:
-        return self.describe()
+        return str(self.describe())
 
-    def describe(self) -> str:
-        """The operation in words, as errors and reports print it."""
+    def describe(self) -> OperationRef:
+        """What errors and reports name it by."""
         parts = [f"channel {self.lane.channel}", f"tag {self.lane.tag}"]
         if self.sequence >= 0:
             parts.append(f"sequence {self.sequence}")
@@ -134,7 +134,7 @@ class Operation:
         if self.site:
             parts.append(f"posted at {self.site}")
         way = "to" if self.lane.direction == "send" else "from"
-        return Subject.of(
+        return OperationRef(
             f"{self.kind} {way} rank {self.lane.peer} ({', '.join(parts)})",
             call=self.kind,
             peer=self.lane.peer,

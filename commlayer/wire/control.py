@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from commlayer.errors import About
 from commlayer.wire.frame import protocol_error
 from commlayer.wire.rank_state import RankState
 
@@ -91,7 +92,7 @@ def encode_control(message: Control) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_control(data: bytes, where: str) -> Control:
+def decode_control(data: bytes, where: About) -> Control:
     """Decode a control message; raises `CommError` (PROTOCOL) if it is none."""
     try:
         return _decoder.decode(data)

@@ -29,7 +29,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import About, CommError, ErrorKind
 from commlayer.wire.tensors import Limits, TensorMeta
 
 WIRE_VERSION = 2
@@ -169,7 +169,7 @@ class Prefix(NamedTuple):
         return bool(self.flags & LONG)
 
 
-def protocol_error(where: object, cause: str) -> CommError:
+def protocol_error(where: About, cause: str) -> CommError:
     """The error for a message that must not be trusted."""
     return CommError(
         ErrorKind.PROTOCOL,
@@ -180,7 +180,7 @@ def protocol_error(where: object, cause: str) -> CommError:
     )
 
 
-def decode_prefix(data: memoryview, limits: Limits, where: object) -> Prefix:
+def decode_prefix(data: memoryview, limits: Limits, where: About) -> Prefix:
     """Read and check the prefix in `data`, a header buffer of any content.
 
     Raises `CommError` (PROTOCOL) for another magic or version, an unknown kind
@@ -218,13 +218,13 @@ def decode_prefix(data: memoryview, limits: Limits, where: object) -> Prefix:
     return Prefix(known, flags, slot, sequence, step, schema, body, inline, checksum, seed)
 
 
-def check_body(prefix: Prefix, data: memoryview | bytes, where: object) -> None:
+def check_body(prefix: Prefix, data: memoryview | bytes, where: About) -> None:
     """Raise `CommError` (PROTOCOL) unless `data` is the body that belongs to `prefix`."""
     if zlib.crc32(data, prefix.seed) != prefix.checksum:
         raise protocol_error(where, "the header is damaged or truncated (checksum differs)")
 
 
-def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: object) -> Body:
+def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: About) -> Body:
     """Decode and check the body in `data` (exactly the body's bytes).
 
     Raises `CommError` (PROTOCOL) unless every tensor is within the limits, the
@@ -240,7 +240,7 @@ def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: object)
         raise protocol_error(where, "the header does not place every tensor")
     inline = total = 0
     for meta, place in zip(body.tensors, body.placements, strict=True):
-        meta.check(limits, str(where))
+        meta.check(limits, where)
         total += meta.nbytes
         if place == Placement.INLINE:
             inline += meta.nbytes
@@ -259,7 +259,7 @@ def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: object)
     return body
 
 
-def _check_reserved(body: Body, limits: Limits, where: object) -> None:
+def _check_reserved(body: Body, limits: Limits, where: About) -> None:
     if len(body.tensors) != 1 or body.at_most <= 0:
         raise protocol_error(where, "the header reserves a size for something else than one tensor")
     if body.at_most > limits.max_message_bytes:

@@ -18,7 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import About, CommError, ErrorKind
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,7 +29,7 @@ _dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transform: Callable[[], object] = _functorch.maybe_current_level
 
 
-def refuse_modes(operation: object) -> None:
+def refuse_modes(operation: About) -> None:
     """Raise `CommError` (UNSUPPORTED) if this thread has a mode under which memory is not real.
 
     Modes that only look on (a profiler's, a counter's, the side stream's checker) are none.

@@ -10,6 +10,7 @@ import ctypes
 
 from torch import Tensor
 
+from commlayer.errors import About
 from commlayer.wire.frame import (
     LOOSE,
     Body,
@@ -72,7 +73,7 @@ class HeaderReader:
     (PROTOCOL) for bytes that cannot be trusted.
     """
 
-    def __init__(self, limits: Limits, where: object, slots: int, has_device: bool) -> None:
+    def __init__(self, limits: Limits, where: About, slots: int, has_device: bool) -> None:
         self._limits = limits
         self._where = where
         self._slots = slots

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from commlayer.errors import About
 from commlayer.wire.frame import (
     DEFINE,
     EARNED_SLOTS,
@@ -220,7 +221,7 @@ class ReceivedSchemas:
     def define(self, number: int, schema: Schema) -> None:
         self._known[number] = schema
 
-    def named(self, prefix: Prefix, where: object) -> Schema:
+    def named(self, prefix: Prefix, where: About) -> Schema:
         """The schema that `prefix` names; raises `CommError` (PROTOCOL) unless it fits."""
         schema = self._known.get(prefix.schema)
         if schema is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import About, CommError, ErrorKind
 from commlayer.wire.storage import has_memory
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def from_config(cls, config: CommConfig) -> Limits:
         return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
 
-    def check_size(self, nbytes: int, operation: object) -> None:
+    def check_size(self, nbytes: int, operation: About) -> None:
         """Raise `CommError` (UNSUPPORTED) if so much must not be sent in one message."""
         if nbytes > self.max_message_bytes:
             raise CommError(
@@ -82,7 +82,7 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def check(self, limits: Limits, operation: object) -> None:
+    def check(self, limits: Limits, operation: About) -> None:
         """Raise `CommError` (PROTOCOL) unless a tensor of this kind may be allocated."""
         if self.dtype not in DTYPES:
             raise CommError(
@@ -116,7 +116,7 @@ def meta_of(tensor: Tensor) -> TensorMeta:
     return TensorMeta(_NAMES[tensor.dtype], tuple(tensor.shape), tensor.device.type)
 
 
-def in_memory(tensor: Tensor, operation: object) -> Tensor:
+def in_memory(tensor: Tensor, operation: About) -> Tensor:
     """Return `tensor` without its Python subclass, sharing its memory.
 
     Raises `CommError` (UNSUPPORTED) for what has no dense memory of its own:
@@ -130,7 +130,7 @@ def in_memory(tensor: Tensor, operation: object) -> Tensor:
     return tensor
 
 
-def sendable(tensor: Tensor, operation: object, limits: Limits) -> Tensor:
+def sendable(tensor: Tensor, operation: About, limits: Limits) -> Tensor:
     """Return `tensor` as a plain, detached, contiguous tensor on the same device.
 
     The result shares memory with `tensor` unless that is non-contiguous or a
@@ -145,7 +145,7 @@ def sendable(tensor: Tensor, operation: object, limits: Limits) -> Tensor:
     return tensor
 
 
-def _copy(tensor: Tensor, operation: object, limits: Limits) -> Tensor:
+def _copy(tensor: Tensor, operation: About, limits: Limits) -> Tensor:
     limits.check_size(tensor.nbytes, operation)
     try:
         return tensor.resolve_conj().resolve_neg().contiguous()
@@ -228,7 +228,7 @@ def _is_dense(tensor: Tensor) -> bool:
     )
 
 
-def _without_subclass(tensor: Tensor, operation: object) -> Tensor:
+def _without_subclass(tensor: Tensor, operation: About) -> Tensor:
     kind = type(tensor)
     if not isinstance(tensor, Tensor):
         raise CommError(
@@ -248,7 +248,7 @@ def _without_subclass(tensor: Tensor, operation: object) -> Tensor:
     return plain_alias(tensor)
 
 
-def _refusal(tensor: Tensor, operation: object) -> CommError:
+def _refusal(tensor: Tensor, operation: About) -> CommError:
     if tensor.is_meta:
         cause, cure = "a meta tensor has no data", "Use a tensor that has"
     elif tensor.is_nested:
@@ -265,7 +265,7 @@ def _refusal(tensor: Tensor, operation: object) -> CommError:
     return CommError(ErrorKind.UNSUPPORTED, operation, cause, cure)
 
 
-def _malformed(operation: object, cause: str) -> CommError:
+def _malformed(operation: About, cause: str) -> CommError:
     return CommError(
         ErrorKind.PROTOCOL,
         operation,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 import traceback
@@ -11,8 +12,21 @@ import pytest
 import torch
 from unit.local import Hub, connected
 
-from commlayer import CommError, CommTimeout, ErrorKind
+import commlayer
+from commlayer import CommError, CommTimeout, ErrorKind, OperationRef
 
+CLASSES = {
+    ErrorKind.CONFIG: "ConfigError",
+    ErrorKind.PLUGIN: "PluginError",
+    ErrorKind.UNSUPPORTED: "UnsupportedError",
+    ErrorKind.CLOSED: "Closed",
+    ErrorKind.FULL: "Full",
+    ErrorKind.TIMEOUT: "CommTimeout",
+    ErrorKind.PEER_LOST: "PeerLost",
+    ErrorKind.DEVICE: "DeviceError",
+    ErrorKind.PROTOCOL: "ProtocolError",
+    ErrorKind.LIFETIME: "LifetimeError",
+}
 PAGE = Path(__file__).parents[2] / "docs" / "errors.md"
 
 
@@ -22,7 +36,23 @@ def test_every_kind_has_a_section_where_its_errors_point(kind: ErrorKind) -> Non
     assert PAGE.parts[-2:] == Path(page).parts
     text = PAGE.read_text()
     assert len(re.findall(rf"^## {anchor}$", text, re.M)) == 1
-    assert f"`{anchor}`" in text.partition("\n## ")[0], "it is in the table, too"
+    head, _, sections = text.partition("\n## ")
+    assert f"`{anchor}`" in head, "it is in the table, too"
+    assert re.search(rf"^(## )?{anchor}\n`{CLASSES[kind]}`", sections, re.M), "it names the class"
+
+
+@pytest.mark.parametrize("kind", list(ErrorKind))
+def test_every_kind_has_a_class_of_its_own(kind: ErrorKind) -> None:
+    cls = getattr(commlayer, CLASSES[kind])
+    about = OperationRef("irecv from rank 3", "irecv", 3)
+    by_kind, by_class = CommError(kind, about, "y", "z"), cls(about, "y", "z")
+    twins = (by_kind.again(), pickle.loads(pickle.dumps(by_kind)), copy.copy(by_kind))
+    for error in (by_kind, by_class, *twins):
+        assert type(error) is cls
+        assert (error.kind, error.about, error.peer) == (kind, about, 3)
+        assert str(error) == "irecv from rank 3: y. z"
+    others = [each for each in ErrorKind if each is not kind]
+    assert not any(isinstance(by_kind, getattr(commlayer, CLASSES[each])) for each in others)
 
 
 def test_no_section_is_about_nothing() -> None:

@@ -14,7 +14,7 @@ import torch
 from msgspec.msgpack import Ext
 from torch import Tensor
 
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import About, CommError, ErrorKind
 from commlayer.wire.tensors import Limits, sendable
 from commlayer.wire.values import codes
 from commlayer.wire.values.arrays import array_parts, numpy, scalar_parts
@@ -26,7 +26,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def pack(value: Any, limits: Limits, operation: object) -> tuple[bytes, list[Tensor]]:
+def pack(value: Any, limits: Limits, operation: About) -> tuple[bytes, list[Tensor]]:
     """Write `value`; returns its bytes and the distinct tensors in it, each made `sendable`.
 
     Raises `CommError` (UNSUPPORTED) that names the place in the tree, before
@@ -108,7 +108,7 @@ class _Packer:
 
     __slots__ = ("holes", "indices", "limits", "operation", "originals", "tensors", "tokens")
 
-    def __init__(self, limits: Limits, operation: object) -> None:
+    def __init__(self, limits: Limits, operation: About) -> None:
         self.limits = limits
         self.operation = operation
         self.tokens: list[Any] = []

@@ -14,7 +14,7 @@ import torch
 from msgspec.msgpack import Ext
 from torch import Tensor
 
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import About, CommError, ErrorKind
 from commlayer.wire.tensors import ALL_DTYPES, Limits
 from commlayer.wire.values import codes
 from commlayer.wire.values.arrays import array_of, scalar_of
@@ -36,7 +36,7 @@ class Parsed:
         self.reusable = type(root) is _Deferred and root.is_flat_dict()
         """Whether `build` may be called again: the value is a dict of str to tensors."""
 
-    def build(self, tensors: Sequence[Tensor], operation: object) -> Any:
+    def build(self, tensors: Sequence[Tensor], operation: About) -> Any:
         """Return the value with `tensors` in their places; called once unless `reusable`.
 
         Raises `CommError` (PROTOCOL) where this rank cannot make the value: it does
@@ -54,7 +54,7 @@ class Parsed:
         raise failure.error(operation) from failure.__cause__
 
 
-def parse(data: bytes | memoryview, tensor_count: int, limits: Limits, operation: object) -> Parsed:
+def parse(data: bytes | memoryview, tensor_count: int, limits: Limits, operation: About) -> Parsed:
     """Read and check what `pack` wrote for a message with `tensor_count` tensors.
 
     `data` is trusted in nothing.  Raises `CommError` (PROTOCOL) for bytes that
@@ -101,7 +101,7 @@ class _Malformed(Exception):
         super().__init__(cause[:300])
         self.cure = cure
 
-    def error(self, operation: object) -> CommError:
+    def error(self, operation: About) -> CommError:
         return CommError(
             ErrorKind.PROTOCOL, operation, f"{self.what}: {self}", f"{self.cure}{self.fate}"
         )
