@@ -64,11 +64,15 @@ def _makes_memory() -> bool:
 
 
 def outside_modes(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate what works on real memory, on whatever thread waits: its modes see nothing of it."""
+    """Decorate what works on real memory, on whatever thread waits.
+
+    Modes under which memory is not real see nothing of it.  Those that only look on stay:
+    switching dispatch off is of the thread, and the simulator's ranks share one.
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _dispatch_modes() and _transform() is None:
+        if (not _dispatch_modes() or _makes_memory()) and _transform() is None:
             return function(*args, **kwargs)
         with torch._C._DisableTorchDispatch(), temporarily_clear_interpreter_stack():
             return function(*args, **kwargs)
