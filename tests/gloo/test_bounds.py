@@ -1,4 +1,4 @@
-"""C31: under a stalled consumer, what is in flight stays under the bound."""
+"""Under a stalled consumer, what is in flight stays under the bound."""
 
 from __future__ import annotations
 

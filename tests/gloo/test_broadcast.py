@@ -1,4 +1,4 @@
-"""C8 and broadcasts of every kind, from every rank."""
+"""Broadcasts of every kind, from every rank, and of a width that changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C29: `close` delivers what it can, names what it cannot, and tells the peer."""
+"""`close` delivers what it can, names what it cannot, and tells the peer."""
 
 from __future__ import annotations
 

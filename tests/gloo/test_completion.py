@@ -1,4 +1,4 @@
-"""C1, C16, C2, reaping: sends never block, complete on their own, and release what they held."""
+"""Sends never block, complete on their own, and release what they held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C35: whatever ends ranks, and in whatever order, exit codes are kept and none hangs."""
+"""Whatever ends ranks, and in whatever order, exit codes are kept and none hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C37: commlayer on the ranks of existing torch groups, two communicators a rank."""
+"""Commlayer on the ranks of existing torch groups, two communicators a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C26, C34: what waits on one lane holds up no other."""
+"""What waits on one lane holds up no other."""
 
 from __future__ import annotations
 

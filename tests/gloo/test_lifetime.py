@@ -1,4 +1,4 @@
-"""C2, C23, C25: what keeps a source alive and unchanged while it is sent."""
+"""What keeps a source alive and unchanged while it is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""C10, C11: a peer that stops, and a peer that dies."""
+"""A peer that stops, and a peer that dies."""
 
 from __future__ import annotations
 

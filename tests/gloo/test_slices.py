@@ -1,4 +1,4 @@
-"""C12: tensor dicts in slices, between two stages of two tensor-parallel ranks each."""
+"""Tensor dicts in slices, between two stages of two tensor-parallel ranks each."""
 
 from __future__ import annotations
 

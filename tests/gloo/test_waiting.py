@@ -1,4 +1,4 @@
-"""C30, timeouts, Ctrl-C, use after close: a handle answers the same however it is asked."""
+"""Timeouts, Ctrl-C, use after close: a handle answers the same however it is asked."""
 
 from __future__ import annotations
 

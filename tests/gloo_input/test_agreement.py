@@ -1,4 +1,4 @@
-"""C32: ranks that disagree, or are absent, are named before anything is opened."""
+"""Ranks that disagree, or are absent, are named before anything is opened."""
 
 from __future__ import annotations
 

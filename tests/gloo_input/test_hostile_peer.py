@@ -1,4 +1,4 @@
-"""C15: what a peer may send below its communicator, on real gloo.
+"""What a peer may send below its communicator, on real gloo.
 
 The peer sends raw bytes on the native tag of a lane, by the endpoint that its
 own communicator uses.  A message that is larger than the receive is not among

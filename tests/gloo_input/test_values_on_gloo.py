@@ -1,4 +1,4 @@
-"""C20, C21, C28: what arrives over gloo is what was sent, bit by bit."""
+"""What arrives over gloo is what was sent, bit by bit."""
 
 from __future__ import annotations
 

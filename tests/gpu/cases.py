@@ -330,11 +330,11 @@ def _takes(machine: Machine) -> None:
 
 
 CASES = (
-    Case("C3 without uses", "early reuse", (without_uses,), reuse=True),
-    Case("C3 with uses", "the value written, and the bytes come back", (with_uses,)),
+    Case("side stream without uses", "early reuse", (without_uses,), reuse=True),
+    Case("side stream with uses", "the value written, and the bytes come back", (with_uses,)),
     Case("event truth", "false before, true after; a waiting stream is ordered", (event_truth,)),
     Case(
-        "C19, C38 send and forget, two streams wait",
+        "send and forget, two streams wait",
         "the post does not block; both read what was sent; nothing retained",
         (_send_and_forget, _receive_on_two_streams),
     ),

@@ -1,4 +1,4 @@
-"""C29, C35: signals, errors and losses end a rank with its own code, and no other rank."""
+"""Signals, errors and losses end a rank with its own code, and no other rank."""
 
 from __future__ import annotations
 

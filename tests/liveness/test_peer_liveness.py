@@ -1,4 +1,4 @@
-"""C11, C36: deaths that the transport does not see, and no false alarm; on processes over gloo."""
+"""Deaths that the transport does not see, and no false alarm; on processes over gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`commlayer doctor`: alone, with processes of its own, and among the ranks of a job (C32)."""
+"""`commlayer doctor`: alone, with processes of its own, and among the ranks of a job."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_ranks_that_agree_talk(ranks: Ranks) -> None:
 
 
 def test_ranks_that_differ_in_what_must_agree(ranks: Ranks) -> None:
-    """C32: found by every rank, naming both, and nothing is connected."""
+    """Found by every rank, naming both, and nothing is connected."""
     for _, checks in ranks.run(differ, 2, "COMMLAYER_INLINE_BYTES", ["1024", "2048"]):
         assert [c.status for c in checks] == ["failed"]
         assert checks[0].name == "ranks agree on config inline_bytes"

@@ -1,4 +1,4 @@
-"""C5, C6, C10 and cycles, on real processes: reported on every rank, with the facts that matter."""
+"""Disagreements, silent peers and cycles on real processes: every rank reports what matters."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def one_skips_a_broadcast(waiting: int, large: bool) -> None:
 @pytest.mark.parametrize("large", [False, True], ids=["inline", "large"])
 @pytest.mark.parametrize("waiting", [0, 1], ids=["sent", "received"])
 def test_a_broadcast_that_one_rank_skips(ranks: Ranks, waiting: int, large: bool) -> None:
-    """C5, C6: rank `waiting` is one broadcast ahead, as the source or as a receiver."""
+    """Rank `waiting` is one broadcast ahead, as the source or as a receiver."""
     processes = ranks.spawn(one_skips_a_broadcast, 2, waiting, large)
     for report in [process.hear() for process in processes]:
         assert report.case is Case.BROADCAST_MISMATCH
@@ -212,7 +212,7 @@ def a_stopped_peer() -> None:
 
 
 def test_a_peer_that_stops_is_named_and_goes_on(ranks: Ranks) -> None:
-    """C10."""
+    """A peer that has stopped without dying."""
     processes = ranks.spawn(a_stopped_peer, 2)
     assert processes[1].hear() == "ready"
     processes[1].stop()

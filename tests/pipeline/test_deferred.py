@@ -1,4 +1,4 @@
-"""C4, C5, C6, C8, C9: the life of a deferred broadcast, on two real processes."""
+"""The life of a deferred broadcast, on two real processes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_neither_side_waits_between_post_and_take(ranks: Ranks) -> None:
 
 
 def widths() -> None:
-    """C8: width and dtype change from step to step, and nothing announces it."""
+    """Width and dtype change from step to step, and nothing announces it."""
 
     def body(comm: Communicator, source: bool) -> None:
         tokens = DeferredBroadcast(comm, SOURCE)
@@ -137,7 +137,7 @@ def test_a_declared_size_is_a_bound(ranks: Ranks) -> None:
 
 
 def life() -> None:
-    """C4: what is not allowed is refused, the same on every rank, and costs nothing else."""
+    """What is not allowed is refused, the same on every rank, and costs nothing else."""
 
     def body(comm: Communicator, source: bool) -> None:
         tokens = DeferredBroadcast(comm, SOURCE)
@@ -216,7 +216,7 @@ def test_a_missing_broadcast_is_named_and_may_come_late(ranks: Ranks) -> None:
 
 
 def disagree() -> None:
-    """C5, C6: both directions of disagreement are reported once, and the ranks find together."""
+    """Both directions of disagreement are reported once, and the ranks find together."""
 
     def body(comm: Communicator, source: bool) -> None:
         tokens = DeferredBroadcast(comm, SOURCE)
@@ -335,7 +335,7 @@ def test_a_broadcast_of_another_kind_is_named(ranks: Ranks) -> None:
 
 
 def rows() -> None:
-    """C9: a row that was given to another request in between keeps what that request wrote."""
+    """A row that was given to another request in between keeps what that request wrote."""
 
     def body(comm: Communicator, source: bool) -> None:
         generations = RowGenerations(6)

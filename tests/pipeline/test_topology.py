@@ -1,4 +1,4 @@
-"""FACTS of the V-shaped pipeline: every chunk once, sends that match receives."""
+"""The V-shaped pipeline: every chunk once, sends that match receives."""
 
 from __future__ import annotations
 

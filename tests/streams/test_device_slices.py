@@ -1,4 +1,4 @@
-"""C12, C38: slices on a device: gathered on the waiting stream, ordered before every other one.
+"""Slices on a device: gathered on the waiting stream, ordered before every other one.
 
 Both ranks are sender and receiver: each sends its part to the other, and both gather.
 """

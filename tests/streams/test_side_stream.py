@@ -1,4 +1,4 @@
-"""C3: work on a side stream, with what it reads kept alive by ``uses=``."""
+"""Work on a side stream, with what it reads kept alive by ``uses=``."""
 
 from __future__ import annotations
 

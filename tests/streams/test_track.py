@@ -1,4 +1,4 @@
-"""C19, C38: handles and retention for asynchronous work that the library did not post."""
+"""Handles and retention for asynchronous work that the library did not post."""
 
 from __future__ import annotations
 

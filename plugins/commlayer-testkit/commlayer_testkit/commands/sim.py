@@ -43,7 +43,6 @@ def list_scenarios(json: bool = JSON, module: list[str] = MODULE) -> None:
                 "scenarios": [
                     {
                         "name": s.name,
-                        "case": s.case,
                         "expect": s.expect.value if s.expect else None,
                         "profiles": s.profiles,
                         "doc": s.doc,
@@ -57,11 +56,10 @@ def list_scenarios(json: bool = JSON, module: list[str] = MODULE) -> None:
         )
         return
     print_table(
-        ["scenario", "case", "ends in", "profiles", "what"],
+        ["scenario", "ends in", "profiles", "what"],
         [
             (
                 s.name,
-                s.case,
                 s.expect.value if s.expect else "fine",
                 s.profiles,
                 s.doc.split("\n")[0],

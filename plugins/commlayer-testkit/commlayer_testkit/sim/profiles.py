@@ -1,4 +1,4 @@
-"""Transports as data: the facts of FACTS, in the vocabulary of `commlayer.semantics`.
+"""Transports as data: what is known of them, in the vocabulary of `commlayer.semantics`.
 
 A `Profile` is a `Semantics` value, the same type that plugins declare, and the
 few numbers that are measured behaviour but no promise.  Sources: gloo, MPI and

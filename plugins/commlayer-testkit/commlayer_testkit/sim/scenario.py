@@ -19,15 +19,14 @@ class Scenario:
 
     `setup(world)` starts ranks and registers checks.  `expect` is the failure
     that exploring must find, or ``None`` if no schedule may fail.  `profiles`
-    are the profiles for which that holds; the first is the default.  `case` is
-    the number of the failure class it belongs to; `early_ticks` as of `World`.
+    are the profiles for which that holds; the first is the default.  `early_ticks` is
+    as of `World`.
     """
 
     name: str
     setup: Setup
     expect: FailureKind | None
     profiles: tuple[str, ...]
-    case: str = ""
     early_ticks: int = 0
 
     @property
@@ -40,13 +39,13 @@ _SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(
-    *profiles: str, expect: FailureKind | None = None, case: str = "", early_ticks: int = 0
+    *profiles: str, expect: FailureKind | None = None, early_ticks: int = 0
 ) -> Callable[[Setup], Setup]:
     """Register the decorated function as a scenario of its name."""
 
     def register(setup: Setup) -> Setup:
         name = setup.__name__
-        _SCENARIOS[name] = Scenario(name, setup, expect, profiles, case, early_ticks)
+        _SCENARIOS[name] = Scenario(name, setup, expect, profiles, early_ticks)
         return setup
 
     return register

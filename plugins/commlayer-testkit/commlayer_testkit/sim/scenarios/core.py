@@ -76,7 +76,7 @@ def core_three_each_way(rank: Rank, promises: Promises) -> None:
     _each_way(rank, promises, 3)
 
 
-@scenario(*CORE, case="C28")
+@scenario(*CORE)
 @on_ranks(2, Promises)
 def core_payload_beside_header(rank: Rank, promises: Promises) -> None:
     """Nothing is inline: the payload is a message of its own behind the header."""
@@ -94,14 +94,14 @@ def _one_way(rank: Rank, promises: Promises, **config: Any) -> None:
             assert int(comm.recv(blank(16), 0)[0]) == value
 
 
-@scenario(*CORE, case="C23")
+@scenario(*CORE)
 @on_ranks(2, Promises)
 def core_dropped(rank: Rank, promises: Promises) -> None:
     """Handles and tensors are dropped at once; every message arrives, in order."""
     _one_way(rank, promises)
 
 
-@scenario(*TALKATIVE, case="C34")
+@scenario(*TALKATIVE)
 @on_ranks(2, Promises)
 def core_backlog(rank: Rank, promises: Promises) -> None:
     """Messages that arrive before anybody asks for them are handed out first in, first out."""
@@ -116,7 +116,7 @@ def core_backlog(rank: Rank, promises: Promises) -> None:
             rank.sleep(1.0)
 
 
-@scenario(*CORE, case="C1")
+@scenario(*CORE)
 @on_ranks(2, Promises)
 def core_opposite_dicts(rank: Rank, promises: Promises) -> None:
     """Both ranks post a dict send first, then receive; no call blocks."""
@@ -128,7 +128,7 @@ def core_opposite_dicts(rank: Rank, promises: Promises) -> None:
     send.wait()
 
 
-@scenario(*CORE, case="C2")
+@scenario(*CORE)
 @on_ranks(2, Promises)
 def core_overwrite_after_wait(rank: Rank, promises: Promises) -> None:
     """After `wait` the source, which is sent without a copy, may be overwritten."""
@@ -143,7 +143,7 @@ def core_overwrite_after_wait(rank: Rank, promises: Promises) -> None:
             assert int(comm.recv(blank(16), 0)[0]) == step
 
 
-@scenario(*CORE, case="C2")
+@scenario(*CORE)
 @on_ranks(2, Promises)
 def core_copy_on_post(rank: Rank, promises: Promises) -> None:
     """With `copy_on_post` the source may be overwritten at once."""
@@ -157,7 +157,7 @@ def core_copy_on_post(rank: Rank, promises: Promises) -> None:
         assert int(comm.recv(blank(16), 0)[0]) == 1
 
 
-@scenario(*BACKGROUND, case="C16")
+@scenario(*BACKGROUND)
 @on_ranks(2, Promises)
 def core_completes_unwaited(rank: Rank, promises: Promises) -> None:
     """`is_completed` turns true though nobody waits, and not before the peer has posted."""
@@ -170,7 +170,7 @@ def core_completes_unwaited(rank: Rank, promises: Promises) -> None:
         assert int(comm.recv(blank(64), 0, tag=1)[0]) == 5
 
 
-@scenario(*CORE, case="C10")
+@scenario(*CORE)
 @on_ranks(2, Promises)
 def core_timeout_changes_nothing(rank: Rank, promises: Promises) -> None:
     """A wait whose limit expires raises; the operation goes on and the next wait succeeds."""
@@ -189,7 +189,7 @@ def core_timeout_changes_nothing(rank: Rank, promises: Promises) -> None:
     assert int(handle.result()[0]) == 4
 
 
-@scenario(*TALKATIVE, case="C30")
+@scenario(*TALKATIVE)
 @on_ranks(2, Promises)
 def core_two_waiters(rank: Rank, promises: Promises) -> None:
     """Two tasks wait for one handle, one of them with a limit."""
@@ -219,14 +219,14 @@ def core_reports(rank: Rank, promises: Promises) -> None:
         other.join()
 
 
-@scenario(*TALKATIVE, case="C31")
+@scenario(*TALKATIVE)
 @on_ranks(2, Promises)
 def core_bound(rank: Rank, promises: Promises) -> None:
     """At the bound of one send in flight the next waits for room, and gets it."""
     _one_way(rank, promises, max_inflight_ops=1)
 
 
-@scenario(*TALKATIVE, case="C31")
+@scenario(*TALKATIVE)
 @on_ranks(2, Promises)
 def core_bound_raises(rank: Rank, promises: Promises) -> None:
     """At the bound with ``on_full = "raise"`` the send is refused and nothing is left behind."""
@@ -248,7 +248,7 @@ def core_bound_raises(rank: Rank, promises: Promises) -> None:
     comm.drain()
 
 
-@scenario(*TALKATIVE, case="C34")
+@scenario(*TALKATIVE)
 @on_ranks(2, Promises)
 def core_unclaimed_tag(rank: Rank, promises: Promises) -> None:
     """A message of one tag that nobody asks for does not hide another tag's."""
@@ -262,7 +262,7 @@ def core_unclaimed_tag(rank: Rank, promises: Promises) -> None:
         assert int(comm.recv(blank(16), 0, tag=1)[0]) == 1
 
 
-@scenario(*TALKATIVE, case="C26")
+@scenario(*TALKATIVE)
 @on_ranks(3, Promises)
 def core_ring_of_three(rank: Rank, promises: Promises) -> None:
     """Three ranks, each sends to the next and receives from the one before."""
@@ -273,7 +273,7 @@ def core_ring_of_three(rank: Rank, promises: Promises) -> None:
     send.wait()
 
 
-@scenario(*TALKATIVE, case="C29")
+@scenario(*TALKATIVE)
 @on_ranks(2, Promises)
 def core_drain(rank: Rank, promises: Promises) -> None:
     """A drain returns when every send is locally complete, and not before."""
@@ -286,7 +286,7 @@ def core_drain(rank: Rank, promises: Promises) -> None:
         assert int(comm.recv(blank(16), 0)[0]) == 1
 
 
-@scenario(*TALKATIVE, case="C10", early_ticks=2)
+@scenario(*TALKATIVE, early_ticks=2)
 @on_ranks(2, Promises)
 def core_timeout_during_transfer(rank: Rank, promises: Promises) -> None:
     """A limit expires while the message is under way: the clock may jump at any moment."""
@@ -303,7 +303,7 @@ def core_timeout_during_transfer(rank: Rank, promises: Promises) -> None:
     assert int(handle.result()[0]) == 3
 
 
-@scenario(*TALKATIVE, case="C29")
+@scenario(*TALKATIVE)
 @on_ranks(2, Promises)
 def core_close(rank: Rank, promises: Promises) -> None:
     """Both ranks close after an exchange; close drains, parts, and ends every lane."""
@@ -313,7 +313,7 @@ def core_close(rank: Rank, promises: Promises) -> None:
     comm.close(timeout=60.0)
 
 
-@scenario(*BACKGROUND, case="C29")
+@scenario(*BACKGROUND)
 @on_ranks(2, Promises)
 def core_sent_then_closed(rank: Rank, promises: Promises) -> None:
     """One rank sends on two tags and closes at once; the other asks later and gets both."""
@@ -327,7 +327,7 @@ def core_sent_then_closed(rank: Rank, promises: Promises) -> None:
         assert int(comm.recv(blank(16), peer, tag=1)[0]) == 4
 
 
-@scenario(*CORE, case="C29")
+@scenario(*CORE)
 @on_ranks(2, Promises)
 def core_both_close(rank: Rank, promises: Promises) -> None:
     """Both close while nobody receives, small and large; a close names what it left behind."""
@@ -345,7 +345,7 @@ def core_both_close(rank: Rank, promises: Promises) -> None:
     assert not undelivered or "isend to rank" in ending, f"the close says {ending!r}"
 
 
-@scenario(*TALKATIVE, case="C4")
+@scenario(*TALKATIVE)
 @on_ranks(2, Promises)
 def core_broadcasts_back_to_back(rank: Rank, promises: Promises) -> None:
     """Two broadcasts in flight, each with its own width; every rank sees both."""

@@ -49,14 +49,14 @@ def _drafts(rank: Rank, *, retained: bool) -> None:
     device.synchronize()
 
 
-@scenario("hccl", expect=FailureKind.USE_AFTER_FREE, case="C3")
+@scenario("hccl", expect=FailureKind.USE_AFTER_FREE)
 @on_ranks(1)
 def side_stream_without_retention(rank: Rank) -> None:
     """An index made on the main stream is read on a side stream and dropped."""
     _drafts(rank, retained=False)
 
 
-@scenario("hccl", case="C3")
+@scenario("hccl")
 @on_ranks(1)
 def side_stream_with_record(rank: Rank) -> None:
     """The cure: the index is recorded on the side stream; its bytes come back by themselves."""
@@ -64,7 +64,7 @@ def side_stream_with_record(rank: Rank) -> None:
     assert rank.arena.in_use == 0, f"{rank.arena.in_use} bytes still in use"
 
 
-@scenario("hccl", case="C3")
+@scenario("hccl")
 @on_ranks(1)
 def side_stream_own_tensor(rank: Rank) -> None:
     """A tensor made on the side stream itself needs nothing."""
@@ -102,7 +102,7 @@ def _expect(tensor: torch.Tensor, value: int) -> None:
     assert int(tensor[0]) == value, f"expected {value}, got {int(tensor[0])}"
 
 
-@scenario("nccl", "xccl", case="C19")
+@scenario("nccl", "xccl")
 @on_ranks(2)
 def recorded_send_dropped(rank: Rank) -> None:
     """A transport that records its stream may have work and tensor dropped; bytes come back."""
@@ -124,14 +124,14 @@ def _collective(rank: Rank, *, retained: bool) -> None:
     kept.clear()
 
 
-@scenario("nccl", expect=FailureKind.USE_AFTER_FREE, case="C3")
+@scenario("nccl", expect=FailureKind.USE_AFTER_FREE)
 @on_ranks(2)
 def async_broadcast_dropped(rank: Rank) -> None:
     """The source of an asynchronous collective is dropped before its end event."""
     _collective(rank, retained=False)
 
 
-@scenario("nccl", case="C3")
+@scenario("nccl")
 @on_ranks(2)
 def async_broadcast_held(rank: Rank) -> None:
     """The cure: held until the current stream is ordered after it."""
@@ -154,14 +154,14 @@ def _overwrite(rank: Rank, *, waits: bool) -> None:
     device.synchronize()
 
 
-@scenario("hccl", "nccl", expect=FailureKind.OVERWRITTEN, case="C2")
+@scenario("hccl", "nccl", expect=FailureKind.OVERWRITTEN)
 @on_ranks(2)
 def device_overwrite(rank: Rank) -> None:
     """The next forward pass writes a buffer that the communicator's stream is still sending."""
     _overwrite(rank, waits=False)
 
 
-@scenario("hccl", "nccl", case="C2")
+@scenario("hccl", "nccl")
 @on_ranks(2)
 def device_overwrite_ordered(rank: Rank) -> None:
     """The cure: the writing stream is ordered after the send."""
@@ -195,7 +195,7 @@ def result_used_waited(rank: Rank) -> None:
     _use(rank, waits=True)
 
 
-@scenario("hccl", "nccl", "xccl", case="C38")
+@scenario("hccl", "nccl", "xccl")
 @on_ranks(2)
 def two_streams_wait(rank: Rank) -> None:
     """Two threads wait for one receive, each on a stream of its own; both are ordered."""
@@ -239,21 +239,21 @@ def _tokens_and_hidden(rank: Rank, *, channels: tuple[str, str]) -> None:
     device.synchronize()
 
 
-@scenario("hccl", expect=FailureKind.DEADLOCK, case="C7")
+@scenario("hccl", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def broadcast_and_send_share_a_queue(rank: Rank) -> None:
     """A token broadcast and the next step's send go through one in-order communicator."""
     _tokens_and_hidden(rank, channels=("one", "one"))
 
 
-@scenario("hccl", "nccl", case="C7")
+@scenario("hccl", "nccl")
 @on_ranks(2)
 def broadcast_and_send_apart(rank: Rank) -> None:
     """The cure: a communicator for each."""
     _tokens_and_hidden(rank, channels=("tokens", "data"))
 
 
-@scenario("xccl", "adversary_weakest", expect=FailureKind.DEADLOCK, case="C13")
+@scenario("xccl", "adversary_weakest", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def send_first_everywhere(rank: Rank) -> None:
     """Every rank posts its send first where a post may block until the peer receives."""
@@ -282,14 +282,14 @@ def _opposite(rank: Rank, *, by_parity: bool) -> None:
     rank.device.synchronize()
 
 
-@scenario("nccl", expect=FailureKind.DEADLOCK, case="C17")
+@scenario("nccl", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def first_use_of_a_pair(rank: Rank) -> None:
     """The first operation of a pair blocks the host while it connects, on both ranks."""
     _opposite(rank, by_parity=False)
 
 
-@scenario("xccl", "nccl", "hccl", case="C13")
+@scenario("xccl", "nccl", "hccl")
 @on_ranks(2)
 def opposite_sends_by_parity(rank: Rank) -> None:
     """The cure: even ranks send first, odd ranks receive first."""
@@ -311,21 +311,21 @@ def _crossed(rank: Rank, *, sends_first: bool, channels: tuple[str, str]) -> Non
     rank.device.synchronize()
 
 
-@scenario("hccl_connected", expect=FailureKind.DEADLOCK, case="C18")
+@scenario("hccl_connected", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def crossed_on_one_stream(rank: Rank) -> None:
     """Each rank posts its send, then its receive, on one in-order communicator."""
     _crossed(rank, sends_first=True, channels=("one", "one"))
 
 
-@scenario("hccl_connected", expect=FailureKind.DEADLOCK, case="C27")
+@scenario("hccl_connected", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def receives_first_on_one_stream(rank: Rank) -> None:
     """The same with the receive first: order within a batch cannot cure one stream."""
     _crossed(rank, sends_first=False, channels=("one", "one"))
 
 
-@scenario("hccl_connected", case="C18")
+@scenario("hccl_connected")
 @on_ranks(2)
 def crossed_on_two_streams(rank: Rank) -> None:
     """The cure: a communicator for each direction."""
@@ -353,14 +353,14 @@ def _late_receive(rank: Rank, *, channels: tuple[str, str]) -> None:
     rank.device.synchronize()
 
 
-@scenario("hccl_connected", expect=FailureKind.DEADLOCK, case="C33")
+@scenario("hccl_connected", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def late_device_receive(rank: Rank) -> None:
     """Both ranks post a dict receive, then a send; each device receive sits behind the send."""
     _late_receive(rank, channels=("one", "one"))
 
 
-@scenario("hccl_connected", case="C33")
+@scenario("hccl_connected")
 @on_ranks(2)
 def late_device_receive_apart(rank: Rank) -> None:
     """The cure: one communicator per direction."""
@@ -386,14 +386,14 @@ def _batches(rank: Rank, *, sizes: tuple[int, int]) -> None:
         rank.device.synchronize()
 
 
-@scenario("hccl", expect=FailureKind.DEADLOCK, case="C22")
+@scenario("hccl", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def batches_of_unequal_size(rank: Rank) -> None:
     """The two ranks cut the same messages into batches of different size."""
     _batches(rank, sizes=(2, 4))
 
 
-@scenario("hccl", case="C22")
+@scenario("hccl")
 @on_ranks(2)
 def batches_of_equal_size(rank: Rank) -> None:
     """The cure: bounded batches, equal on both ranks."""

@@ -113,35 +113,35 @@ def _dicts(rank: Rank, quiet: Quiet) -> None:
             del got
 
 
-@scenario(*DEVICE, case="C28")
+@scenario(*DEVICE)
 @on_ranks(2, partial(Quiet, inline_bytes=8))
 def core_device_dicts(rank: Rank, quiet: Quiet) -> None:
     """Dicts on the device, on the host and mixed, both ways, sources dropped at once."""
     _dicts(rank, quiet)
 
 
-@scenario("nccl", "xccl", case="C19")
+@scenario("nccl", "xccl")
 @on_ranks(2, partial(Quiet, inline_bytes=8, retention="record_stream"))
 def core_device_dicts_recorded(rank: Rank, quiet: Quiet) -> None:
     """The same with device memory held by the transport's recording alone."""
     _dicts(rank, quiet)
 
 
-@scenario(*STREAM, case="C19")
+@scenario(*STREAM)
 @on_ranks(2, partial(Quiet, inline_bytes=8, retention="hold_until_event"))
 def core_device_dicts_until_event(rank: Rank, quiet: Quiet) -> None:
     """The same with device memory held until its event."""
     _dicts(rank, quiet)
 
 
-@scenario("hccl", case="C39")
+@scenario("hccl")
 @on_ranks(2, partial(Quiet, inline_bytes=8, reaping="gate_on_device"))
 def core_device_dicts_gated(rank: Rank, quiet: Quiet) -> None:
     """The same with entries released when their device part has ended."""
     _dicts(rank, quiet)
 
 
-@scenario(*DEVICE, case="C13")
+@scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_sends_first(rank: Rank, quiet: Quiet) -> None:
     """All ranks send first, where a post may block until the peer receives or connects."""
@@ -155,7 +155,7 @@ def core_device_sends_first(rank: Rank, quiet: Quiet) -> None:
         assert send.is_completed()
 
 
-@scenario(*DEVICE, case="C33")
+@scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_receives_first(rank: Rank, quiet: Quiet) -> None:
     """Both ranks post a dict receive, then a send; the device receive is posted late."""
@@ -165,7 +165,7 @@ def core_device_receives_first(rank: Rank, quiet: Quiet) -> None:
     use(rank, receive.result()["x"], peer)
 
 
-@scenario(*DEVICE, case="C26")
+@scenario(*DEVICE)
 @on_ranks(3, Quiet)
 def core_device_ring(rank: Rank, quiet: Quiet) -> None:
     """Three ranks, each sends to the next and receives from the one before."""
@@ -174,7 +174,7 @@ def core_device_ring(rank: Rank, quiet: Quiet) -> None:
     use(rank, comm.recv(None, (rank.index - 1) % 3), (rank.index - 1) % 3)
 
 
-@scenario(*DEVICE, case="C4")
+@scenario(*DEVICE)
 @on_ranks(3, Quiet)
 def core_device_broadcast(rank: Rank, quiet: Quiet) -> None:
     """A device tensor goes to two ranks, twice, with another width the second time."""
@@ -253,7 +253,7 @@ def core_device_refused(rank: Rank, quiet: Quiet) -> None:
 # -- streams, lanes, channels --------------------------------------------------------------
 
 
-@scenario(*DEVICE, case="C38")
+@scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_two_waiters(rank: Rank, quiet: Quiet) -> None:
     """Two tasks wait for one receive on two streams, then the result is dropped."""
@@ -274,7 +274,7 @@ def core_device_two_waiters(rank: Rank, quiet: Quiet) -> None:
     churn(rank)
 
 
-@scenario(*DEVICE, case="C3")
+@scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_waited_late(rank: Rank, quiet: Quiet) -> None:
     """A stream that waits for a receive that is long complete still keeps its memory."""
@@ -290,7 +290,7 @@ def core_device_waited_late(rank: Rank, quiet: Quiet) -> None:
     churn(rank)
 
 
-@scenario(*DEVICE, case="C2")
+@scenario(*DEVICE)
 @on_ranks(2, partial(Quiet, inline_bytes=0))
 def core_device_overwrite(rank: Rank, quiet: Quiet) -> None:
     """After `wait`, work of the same stream and the host may overwrite the source."""
@@ -306,7 +306,7 @@ def core_device_overwrite(rank: Rank, quiet: Quiet) -> None:
     assert got["host"].tolist() == [1] * 40
 
 
-@scenario(*DEVICE, case="C34")
+@scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_lanes(rank: Rank, quiet: Quiet) -> None:
     """Two tags and two channels, received in the opposite order to that of the sends."""
@@ -356,7 +356,7 @@ def core_device_two_senders(rank: Rank, quiet: Quiet) -> None:
 # -- time ------------------------------------------------------------------------------------
 
 
-@scenario(*DEVICE, case="C39")
+@scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_posts_unmatched(rank: Rank, quiet: Quiet) -> None:
     """Nothing is received before all sends are posted: no post waits for the peer."""
@@ -372,7 +372,7 @@ def core_device_posts_unmatched(rank: Rank, quiet: Quiet) -> None:
         use(rank, comm.recv_tensor_dict(0)["x"], value)
 
 
-@scenario(*DEVICE, case="C16")
+@scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_completes_unwaited(rank: Rank, quiet: Quiet) -> None:
     """`is_completed` turns true though nobody waits; a receive moves inside the call itself."""
@@ -385,7 +385,7 @@ def core_device_completes_unwaited(rank: Rank, quiet: Quiet) -> None:
         use(rank, handle.result(0), 5)
 
 
-@scenario(*DEVICE, case="C10")
+@scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_timeout(rank: Rank, quiet: Quiet) -> None:
     """A wait whose limit expires changes nothing."""
@@ -405,7 +405,7 @@ def core_device_timeout(rank: Rank, quiet: Quiet) -> None:
     use(rank, handle.result(), 4)
 
 
-@scenario(*DEVICE, case="C31")
+@scenario(*DEVICE)
 @on_ranks(2, partial(Quiet, max_inflight_ops=1))
 def core_device_bound(rank: Rank, quiet: Quiet) -> None:
     """At the bound of one send in flight the next waits for room, and gets it."""
@@ -420,7 +420,7 @@ def core_device_bound(rank: Rank, quiet: Quiet) -> None:
 # -- endings -----------------------------------------------------------------------------------
 
 
-@scenario(*DEVICE, case="C29")
+@scenario(*DEVICE)
 def core_device_close(world: World) -> None:
     """Both ranks exchange and close at once, and no limit expires.
 
@@ -458,7 +458,7 @@ def core_device_close(world: World) -> None:
     world.start(2, body)
 
 
-@scenario(*DEVICE, case="C29")
+@scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_close_unclaimed(rank: Rank, quiet: Quiet) -> None:
     """Two messages that nobody asks for: both ends close in time, and the sender is told."""
@@ -477,7 +477,7 @@ def core_device_close_unclaimed(rank: Rank, quiet: Quiet) -> None:
     assert all(handle.is_completed() for handle in handles)
 
 
-@scenario("hccl", "nccl", case="C11")
+@scenario("hccl", "nccl")
 @on_ranks(2)
 def core_device_peer_lost(rank: Rank) -> None:
     """The peer dies somewhere between header and device payload: every handle ends."""
@@ -497,7 +497,7 @@ def core_device_peer_lost(rank: Rank) -> None:
     assert set(errors) == {ErrorKind.PEER_LOST}, errors
 
 
-@scenario("hccl", "nccl", case="C11")
+@scenario("hccl", "nccl")
 @on_ranks(2)
 def core_device_peer_lost_unposted(rank: Rank) -> None:
     """The peer dies while its header waits for a call of the receiver."""
@@ -539,14 +539,14 @@ def _pipeline(rank: Rank, quiet: Quiet) -> None:
                 _stage(rank, comm, topology, v, batch)
 
 
-@scenario(*DEVICE, case="C14")
+@scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_virtual_pipeline(rank: Rank, quiet: Quiet) -> None:
     """Two ranks, two virtual stages each: first calls of both batches, then continuations."""
     _pipeline(rank, quiet)
 
 
-@scenario(*DEVICE, case="C14")
+@scenario(*DEVICE)
 @on_ranks(3, Quiet)
 def core_device_virtual_pipeline_of_three(rank: Rank, quiet: Quiet) -> None:
     """Three ranks: the middle one sends and receives on every channel and in every direction."""

@@ -28,7 +28,7 @@ def distributed_exchange(world: World) -> None:
     start_distributed(world, 2, body)
 
 
-@scenario("gloo", "mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C1")
+@scenario("gloo", "mpi_rendezvous", expect=FailureKind.DEADLOCK)
 def distributed_send_first(world: World) -> None:
     """Both ranks call the blocking `dist.send` first."""
 
@@ -41,7 +41,7 @@ def distributed_send_first(world: World) -> None:
     start_distributed(world, 2, body)
 
 
-@scenario("gloo", expect=FailureKind.LOST_MESSAGE, case="C23")
+@scenario("gloo", expect=FailureKind.LOST_MESSAGE)
 def distributed_dropped_work(world: World) -> None:
     """`dist.isend` whose work nobody keeps."""
 

@@ -10,7 +10,7 @@ WAITED = ("gloo", "gloo_early_poll", "adversary")
 """Transports whose lanes have waiters."""
 
 
-@scenario(*WAITED, "mpi", "adversary_serial", case="C28")
+@scenario(*WAITED, "mpi", "adversary_serial")
 @on_ranks(2, Promises)
 def core_repeated_dicts(rank: Rank, promises: Promises) -> None:
     """One shape comes again and again, and its payload ahead of its header; then another."""
@@ -25,7 +25,7 @@ def core_repeated_dicts(rank: Rank, promises: Promises) -> None:
     comm.close(timeout=60.0)
 
 
-@scenario("gloo", "adversary", case="C29")
+@scenario("gloo", "adversary")
 @on_ranks(2, Promises)
 def core_repeated_dicts_unclaimed(rank: Rank, promises: Promises) -> None:
     """A rank closes with repeated payload that nobody has asked for, some of it posted ahead."""
@@ -73,7 +73,7 @@ def core_direct_each_way(rank: Rank, promises: Promises) -> None:
     comm.close(timeout=60.0)
 
 
-@scenario(*WAITED, case="C30")
+@scenario(*WAITED)
 @on_ranks(2, Promises)
 def core_direct_waiters(rank: Rank, promises: Promises) -> None:
     """Tasks wait directly for one handle and for the next of its lane; nobody is left behind."""
@@ -95,7 +95,7 @@ def core_direct_waiters(rank: Rank, promises: Promises) -> None:
     assert int(second.result(timeout=1.0)[0]) == 2
 
 
-@scenario(*WAITED, case="C16")
+@scenario(*WAITED)
 @on_ranks(2, Promises)
 def core_direct_completes_unwaited(rank: Rank, promises: Promises) -> None:
     """Directly driven lanes move though nobody waits."""

@@ -30,7 +30,7 @@ def receive_dict(data: SimEndpoint, src: int) -> Any:
 # -- blocking metadata ------------------------------------------------------------
 
 
-@scenario("gloo", "gloo_early_poll", "mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C1")
+@scenario("gloo", "gloo_early_poll", "mpi_rendezvous", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def blocking_metadata(rank: Rank) -> None:
     """An "async" dict send blocks while it sends its metadata; both ranks send first."""
@@ -42,7 +42,7 @@ def blocking_metadata(rank: Rank) -> None:
     work.wait()
 
 
-@scenario(*HOST, case="C1")
+@scenario(*HOST)
 @on_ranks(2)
 def async_metadata(rank: Rank) -> None:
     """The cure: metadata and payload are both posted; both ranks send first."""
@@ -57,7 +57,7 @@ def async_metadata(rank: Rank) -> None:
 # -- dropped handles ----------------------------------------------------------------
 
 
-@scenario("gloo", "gloo_early_poll", expect=FailureKind.LOST_MESSAGE, case="C23")
+@scenario("gloo", "gloo_early_poll", expect=FailureKind.LOST_MESSAGE)
 @on_ranks(2)
 def dropped_handle(rank: Rank) -> None:
     """The caller drops the work of a send; the message and the pair are lost."""
@@ -71,9 +71,7 @@ def dropped_handle(rank: Rank) -> None:
         data.recv(tensor, 0)
 
 
-@scenario(
-    "mpi_rendezvous", "oneccl_cpu", "adversary", expect=FailureKind.USE_AFTER_FREE, case="C25"
-)
+@scenario("mpi_rendezvous", "oneccl_cpu", "adversary", expect=FailureKind.USE_AFTER_FREE)
 @on_ranks(2)
 def dropped_request(rank: Rank) -> None:
     """The caller drops work and tensor of a send; the transport reads freed memory."""
@@ -84,7 +82,7 @@ def dropped_request(rank: Rank) -> None:
         data.recv(blank(8192), 0)
 
 
-@scenario(*HOST, "adversary", case="C23")
+@scenario(*HOST, "adversary")
 @on_ranks(2)
 def kept_handle(rank: Rank) -> None:
     """The cure: works and tensors are kept until each work was waited once."""
@@ -140,31 +138,31 @@ def _reaped_on_poll(world: World, sends: int = 2) -> None:
     world.at_end(check)
 
 
-@scenario("gloo", expect=FailureKind.LEAK, case="C16")
+@scenario("gloo", expect=FailureKind.LEAK)
 def reap_on_poll_that_never_turns_true(world: World) -> None:
     """Reaping gated on a poll that says no until somebody waits: nothing is ever released."""
     _reaped_on_poll(world)
 
 
-@scenario("adversary", expect=FailureKind.USE_AFTER_FREE, case="C23")
+@scenario("adversary", expect=FailureKind.USE_AFTER_FREE)
 def reap_on_early_poll(world: World) -> None:
     """Reaping gated on a poll that may be early: a source is freed under the transport."""
     _reaped_on_poll(world)
 
 
-@scenario("gloo_early_poll", expect=FailureKind.LOST_MESSAGE, case="C23")
+@scenario("gloo_early_poll", expect=FailureKind.LOST_MESSAGE)
 def reap_on_early_poll_where_works_own(world: World) -> None:
     """The same where the work owns the tensor: the message is lost with it."""
     _reaped_on_poll(world, sends=1)
 
 
-@scenario("mpi_rendezvous", case="C16")
+@scenario("mpi_rendezvous")
 def reap_on_exact_poll(world: World) -> None:
     """Where the poll is exact the same policy is right."""
     _reaped_on_poll(world)
 
 
-@scenario("gloo", "gloo_early_poll", case="C31")
+@scenario("gloo", "gloo_early_poll")
 @on_ranks(2)
 def reap_by_waiter(rank: Rank) -> None:
     """The cure for other polls: one waiter waits each work once, in order, then releases it."""
@@ -209,7 +207,7 @@ def metadata_only_popped(rank: Rank) -> None:
         kept.pop(0)
 
 
-@scenario("gloo", "gloo_early_poll", expect=FailureKind.ERROR, case="C30")
+@scenario("gloo", "gloo_early_poll", expect=FailureKind.ERROR)
 @on_ranks(2)
 def double_wait(rank: Rank) -> None:
     """A work is waited by its caller and again by the reaper: the group dies."""
@@ -222,7 +220,7 @@ def double_wait(rank: Rank) -> None:
         data.recv(blank(), 0)
 
 
-@scenario("gloo", "gloo_early_poll", expect=FailureKind.ERROR, case="C30")
+@scenario("gloo", "gloo_early_poll", expect=FailureKind.ERROR)
 @on_ranks(2)
 def native_timeout(rank: Rank) -> None:
     """A limit handed to a native wait whose expiry destroys the group."""
@@ -242,7 +240,7 @@ def native_timeout(rank: Rank) -> None:
 # -- overwriting --------------------------------------------------------------------
 
 
-@scenario("gloo", "gloo_early_poll", "mpi_rendezvous", expect=FailureKind.OVERWRITTEN, case="C2")
+@scenario("gloo", "gloo_early_poll", "mpi_rendezvous", expect=FailureKind.OVERWRITTEN)
 @on_ranks(2)
 def overwrite_before_completion(rank: Rank) -> None:
     """Retained but overwritten: the next step writes into a buffer that is still being sent."""
@@ -256,7 +254,7 @@ def overwrite_before_completion(rank: Rank) -> None:
         data.recv(blank(16), 0)
 
 
-@scenario(*HOST, "adversary", case="C2")
+@scenario(*HOST, "adversary")
 @on_ranks(2)
 def overwrite_after_completion(rank: Rank) -> None:
     """The cure: the buffer is written again only after the wait."""
@@ -274,7 +272,7 @@ def overwrite_after_completion(rank: Rank) -> None:
 # -- broadcasts -----------------------------------------------------------------------
 
 
-@scenario("gloo", "mpi_rendezvous", expect=FailureKind.OVERWRITTEN, case="C4")
+@scenario("gloo", "mpi_rendezvous", expect=FailureKind.OVERWRITTEN)
 @on_ranks(2)
 def broadcast_slot_overwritten(rank: Rank) -> None:
     """One slot holds the tokens of every step; a step writes it while a broadcast is pending."""
@@ -292,7 +290,7 @@ def broadcast_slot_overwritten(rank: Rank) -> None:
             tokens.broadcast(blank(), 0).wait()
 
 
-@scenario("gloo", "mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C5")
+@scenario("gloo", "mpi_rendezvous", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def conditional_broadcast(rank: Rank) -> None:
     """Each rank decides from its own view whether a step broadcasts; the views differ."""
@@ -309,7 +307,7 @@ def conditional_broadcast(rank: Rank) -> None:
             data.recv(blank(16), 0)
 
 
-@scenario("gloo", "mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C6")
+@scenario("gloo", "mpi_rendezvous", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def broadcast_one_ahead(rank: Rank) -> None:
     """Ranks disagree on the number of broadcasts in a step; one waits for another more."""
@@ -323,7 +321,7 @@ def broadcast_one_ahead(rank: Rank) -> None:
 # -- progress ---------------------------------------------------------------------------
 
 
-@scenario("gloo", "gloo_early_poll", expect=FailureKind.DEADLOCK, case="C26")
+@scenario("gloo", "gloo_early_poll", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def one_progress_thread(rank: Rank) -> None:
     """One thread carries out a rank's operations one after another, a receive before a send."""
@@ -337,7 +335,7 @@ def one_progress_thread(rank: Rank) -> None:
     rank.spawn(progress, "progress").join()
 
 
-@scenario("gloo", "gloo_early_poll", case="C26")
+@scenario("gloo", "gloo_early_poll")
 @on_ranks(2)
 def one_thread_per_lane(rank: Rank) -> None:
     """The cure: a thread for each lane."""
@@ -363,14 +361,14 @@ def _batch(rank: Rank, *, receives_first: bool) -> None:
         call()
 
 
-@scenario("mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C27")
+@scenario("mpi_rendezvous", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def receive_before_send_in_a_batch(rank: Rank) -> None:
     """A batch runs in the order of its list, and the receive is listed first."""
     _batch(rank, receives_first=True)
 
 
-@scenario("mpi", case="C27")
+@scenario("mpi")
 @on_ranks(2)
 def send_before_receive_in_a_batch(rank: Rank) -> None:
     """The cure: sends first, which an eager transport completes at once."""
@@ -399,14 +397,14 @@ def _awaits_reply(rank: Rank, *, driven: bool) -> None:
         work.wait()
 
 
-@scenario("mpi_rendezvous", expect=FailureKind.DEADLOCK, case="C24")
+@scenario("mpi_rendezvous", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def progress_behind_another_wait(rank: Rank) -> None:
     """Nothing moves outside calls, and the call that would drive the send comes too late."""
     _awaits_reply(rank, driven=False)
 
 
-@scenario("mpi_rendezvous", case="C24")
+@scenario("mpi_rendezvous")
 @on_ranks(2)
 def progress_by_a_driver(rank: Rank) -> None:
     """The cure: a driver polls in the background."""
@@ -438,14 +436,14 @@ def _backstop(rank: Rank, *, on_posting_path: bool) -> None:
         entry[1].wait()
 
 
-@scenario("gloo", expect=FailureKind.DEADLOCK, case="C39")
+@scenario("gloo", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def backstop_on_the_posting_path(rank: Rank) -> None:
     """A payload completes before the peer posts; the next send waits the metadata of the last."""
     _backstop(rank, on_posting_path=True)
 
 
-@scenario("gloo", case="C39")
+@scenario("gloo")
 @on_ranks(2)
 def backstop_off_the_posting_path(rank: Rank) -> None:
     """The cure: posting never waits."""
@@ -468,14 +466,14 @@ def _bounded(rank: Rank, bound: int) -> None:
         work.wait()
 
 
-@scenario(*HOST, expect=FailureKind.DEADLOCK, case="C31")
+@scenario(*HOST, expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def opposite_sends_at_the_bound(rank: Rank) -> None:
     """At the bound a send waits for room, on both ranks, before either receives."""
     _bounded(rank, 1)
 
 
-@scenario(*HOST, case="C31")
+@scenario(*HOST)
 @on_ranks(2)
 def opposite_sends_below_the_bound(rank: Rank) -> None:
     """Below the bound nothing blocks."""

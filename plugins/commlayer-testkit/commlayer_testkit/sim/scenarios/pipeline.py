@@ -85,28 +85,28 @@ def _pipeline(
     stages.finish()
 
 
-@scenario("hccl", expect=FailureKind.DEADLOCK, case="C14")
+@scenario("hccl", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def virtual_pipeline_blocking_metadata(rank: Rank) -> None:
     """Outcome A: rank 1 blocks in the metadata of a fold send, rank 0 in the next batch's."""
     _pipeline(rank, blocking_metadata=True)
 
 
-@scenario("hccl", expect=FailureKind.DEADLOCK, case="C14")
+@scenario("hccl", expect=FailureKind.DEADLOCK)
 @on_ranks(2)
 def virtual_pipeline_one_channel(rank: Rank) -> None:
     """Outcome B: fold traffic shares the in-order communicator of the forward sweep."""
     _pipeline(rank, fold_channel="data")
 
 
-@scenario("hccl", "nccl", case="C14")
+@scenario("hccl", "nccl")
 @on_ranks(2)
 def virtual_pipeline(rank: Rank) -> None:
     """The cure: a communicator of its own for fold traffic, and metadata that does not block."""
     _pipeline(rank)
 
 
-@scenario("hccl_connected", expect=FailureKind.WATCHDOG, case="C14")
+@scenario("hccl_connected", expect=FailureKind.WATCHDOG)
 @on_ranks(2)
 def virtual_pipeline_parked(rank: Rank) -> None:
     """Outcome C: the engine parks with continuations in flight; the device watchdog fires."""
