@@ -100,6 +100,10 @@ class SendPayload:
         self._failed(error)
 
 
+class _NoMemory(Exception):
+    """The device has no room for a message."""
+
+
 class ReceivePayload:
     """Receives the device payload of one receiving lane.
 
@@ -152,6 +156,8 @@ class ReceivePayload:
                     buffer = self._empty((size,), torch.uint8)
                     self._receive_reserved("receive posted ahead", buffer)
                     self._ahead = buffer
+        except _NoMemory:
+            pass  # it is posted when its header is here, if there is room then
         except Exception as error:
             self._failed(error)
 
@@ -186,12 +192,29 @@ class ReceivePayload:
             claim, incoming = self._deferred[0]
             if claim is not None and not self._match(claim, incoming):
                 claim = None
-            if incoming.schema.reserved:
-                self._receive_at_most(claim, incoming)
-            else:
-                self._receive(claim, incoming)
+            try:
+                if incoming.schema.reserved:
+                    self._receive_at_most(claim, incoming)
+                else:
+                    self._receive(claim, incoming)
+            except _NoMemory:
+                self._lose_deferred()
+                return
             # Only now: what raises is still among what `post_failed` fails.
             self._deferred.popleft()
+
+    def _lose_deferred(self) -> None:
+        """Tell who asked that there is no memory.
+
+        The messages stay, to be received and thrown away by a later call that finds
+        room: until then they are in the way of what follows them.
+        """
+        for number, (claim, incoming) in enumerate(self._deferred):
+            sizes = [meta.nbytes for meta in incoming.body.tensors]
+            incoming.lost_bytes = max(1, incoming.body.at_most, sum(sizes))
+            if claim is not None:
+                self._match(claim, incoming)
+            self._deferred[number] = (None, incoming)
 
     def post_failed(self, error: Exception) -> None:
         """`advance` has raised `error`: its peer is lost, and with it what was deferred."""
@@ -254,5 +277,8 @@ class ReceivePayload:
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         # A call inside inference mode must not make the user's tensor an inference tensor.
-        with torch.inference_mode(False):
-            return self._side.device.empty(shape, dtype)
+        try:
+            with torch.inference_mode(False):
+                return self._side.device.empty(shape, dtype)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            raise _NoMemory from error

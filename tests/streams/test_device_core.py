@@ -311,3 +311,44 @@ def test_a_device_transport_has_pairs_only() -> None:
         assert caught.value.kind is ErrorKind.UNSUPPORTED
 
     run(body, "hccl", size=1)
+
+
+@pytest.mark.parametrize("on", DEVICE)
+@pytest.mark.parametrize("declared", [False, True], ids=["plain", "declared"])
+def test_a_message_without_room_on_the_device_fails_its_receive_only(
+    declared: bool, on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = [False]
+    made = SimDeviceRuntime.empty
+
+    def empty(self: SimDeviceRuntime, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if short[0] and self._rank.index == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return made(self, shape, dtype)
+
+    monkeypatch.setattr(SimDeviceRuntime, "empty", empty)
+    options: dict[str, Any] = {"at_most": NBYTES} if declared else {}
+
+    def body(rank: Rank) -> None:
+        comm = connect_device(rank, GLOO)
+        if rank.index == 0:
+            sources = [rank.arena.full(value + 1, NBYTES) for value in range(4)]
+            rank.device.synchronize()
+            for value, source in enumerate(sources):
+                comm.broadcast(source, 0, async_op=True, **options)
+                assert comm.recv_object(1) == value
+            comm.close()
+            return
+        for value in range(4):
+            short[0] = value in (1, 2)
+            handle = comm.broadcast(None, 0, async_op=True, **options)
+            if short[0]:
+                with pytest.raises(CommError, match="no memory for") as caught:
+                    handle.wait()
+                assert caught.value.kind is ErrorKind.PROTOCOL
+            else:
+                use(rank, handle.result(), value + 1)
+            comm.isend_object(value, 0)
+        comm.close()
+
+    run(body, on)
