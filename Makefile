@@ -4,6 +4,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?= -n 2
 DEMO_ARGS ?=
 HOSTS_ARGS ?=
+RESTARTS_ARGS ?=
 BENCH_ARGS ?=
 WHEELS_ARGS ?=
 BENCH ?= $(BIN)/commlayer
@@ -31,7 +32,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 EDITABLE_PLUGINS := $(PLUGINS:%=-e %)
 
 .DEFAULT_GOAL := help
-.PHONY: help test fuzz test-sim test-mutants test-gpu test-hosts certificates lint format docs wheels test-wheels demo bench performance test-vllm bench-vllm test-ray test-cuda test-oneccl test-npu-binding clean
+.PHONY: help test fuzz test-sim test-mutants test-gpu test-hosts test-restarts certificates lint format docs wheels test-wheels demo bench performance test-vllm bench-vllm test-ray test-cuda test-oneccl test-npu-binding clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | \
@@ -57,6 +58,9 @@ test-gpu:  ## Test streams on one GPU; on the simulated device where there is no
 
 test-hosts: $(VENV)/.development  ## Inject faults between two hosts; needs root (HOSTS_ARGS="--only SIGKILL --repeat 5")
 	$(BIN)/python tests/hosts/run.py $(HOSTS_ARGS)
+
+test-restarts: $(VENV)/.development  ## Have torchrun restart jobs in every way, 20 times each (RESTARTS_ARGS="--count 5")
+	$(BIN)/python tests/restarts/run.py $(RESTARTS_ARGS)
 
 certificates: $(VENV)/.development  ## Certify the backends anew into docs/certificates
 	$(BIN)/python docs/certificates/make.py

@@ -12,10 +12,12 @@ tensors on a declared device, valid ranks, and tags below ``2 ** 30``.
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from commlayer.semantics import Semantics
 
@@ -42,19 +44,61 @@ class Store(Protocol):
         ...
 
 
+T = TypeVar("T")
+
+
+def _directly(function: Callable[[], T]) -> T:
+    return function()
+
+
 @dataclass(frozen=True)
 class World:
     """The ranks that connect together.
 
     `rank` and `size` are local to the connecting group.  `store` is shared by
-    exactly these ranks; its keys are already prefixed with the connection's name.
-    `connect_timeout` is in seconds and bounds everything that connecting waits for.
+    exactly these ranks; nobody has used its keys before this connection.
+    `connect_timeout` is in seconds and bounds everything that connecting waits for;
+    `remaining` is what is left of it.
     """
 
     rank: int
     size: int
     store: Store
     connect_timeout: float
+    deadline: float = math.inf
+    """When `connect_timeout` is over, by ``time.monotonic()``."""
+    caller: Callable[[Callable[[], Any]], Any] = _directly
+    """How `call` makes a call."""
+
+    def remaining(self) -> float:
+        """Seconds that connecting may still take; never 0, which some transports take for none."""
+        return max(0.001, min(self.connect_timeout, self.deadline - time.monotonic()))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Make a native call that may block, such as making a communicator with all ranks.
+
+        It runs on another thread, so that this one answers signals and hears what
+        other ranks fail of.  Raises what `function` raises, `CommTimeout` when
+        connecting has taken too long, and what made another rank give up.
+        """
+        return self.caller(function)  # type: ignore[no-any-return]
+
+    def client(self) -> Store:
+        """A client of the store for one user alone: torch's serialise what they are asked.
+
+        A key that one communicator waits for on a shared client would hold up all
+        others, whose keys may have to come first.
+        """
+        client: Store = own_client(self.store)
+        return client
+
+
+def own_client(store: Any) -> Any:
+    """Another client of the same store; `store` itself where its kind needs none."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store  # a store in Python's own memory, or one that has no clone()
 
 
 @dataclass(frozen=True)

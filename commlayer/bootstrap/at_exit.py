@@ -9,6 +9,7 @@ import multiprocessing.util
 import os
 from typing import TYPE_CHECKING, Any
 
+from commlayer.bootstrap.patience import left_behind
 from commlayer.errors import CommError, ErrorKind
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def watch(session: Session, natives: Any) -> None:
     open session is closed within its ``close_timeout``.  After ``fork`` the
     child's session is closed without a native call.
     """
-    _install()
+    install()
     _sessions[id(session)] = (session, natives)
 
 
@@ -36,7 +37,8 @@ def unwatch(session: Session) -> None:
     _sessions.pop(id(session), None)
 
 
-def _install() -> None:
+def install() -> None:
+    """See to the end of this process.  A second call does nothing."""
     global _installed_in
     if _installed_in == os.getpid():
         return
@@ -50,7 +52,7 @@ def _install() -> None:
 def _at_exit() -> None:
     for session, _ in list(_sessions.values()):
         _close(session)
-    if _sessions:
+    if _sessions or left_behind():
         _park_native_threads()
         for _, natives in _sessions.values():
             _leak(natives)

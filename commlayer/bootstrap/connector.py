@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
-from contextlib import nullcontext
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from commlayer.backend import Endpoint, Transport, World
 from commlayer.bootstrap import at_exit
-from commlayer.bootstrap.rendezvous import Hello, agree, world_of_group, world_of_job
+from commlayer.bootstrap.hello import Hello, agree
+from commlayer.bootstrap.launch import Generation, explicit_generation, launched_generation
+from commlayer.bootstrap.rendezvous import Rendezvous
+from commlayer.bootstrap.worlds import world_of_group, world_of_job
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.device.backend import StreamBackend
@@ -18,7 +25,7 @@ from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ErrorKind
 from commlayer.lanes.connection import Connection
 from commlayer.lanes.context import Ahead
-from commlayer.liveness.meeting import Meeting
+from commlayer.liveness.meeting import Link, Meeting
 from commlayer.observe.observation import Observation
 from commlayer.progress.choose import choose_progress
 from commlayer.progress.ledger import Bounds, Ledger
@@ -42,6 +49,7 @@ def connect(
     config: Mapping[str, Any] | CommConfig | None = None,
     *,
     group: ProcessGroup | None = None,
+    generation: int | None = None,
     retention: RetentionPolicy | None = None,
     reaping: ReapingPolicy | None = None,
     registry: Registry | None = None,
@@ -54,18 +62,33 @@ def connect(
     ``torch.distributed`` group do, and ranks are local to it.  `retention` and
     `reaping` replace the configured policies.
 
+    Ranks that have lost a peer connect anew with its replacement, under the same name
+    and in the same processes.  `generation` counts these attempts: a rank that is behind
+    the others is refused by name instead of being taken in.  By default it is the number
+    of restarts that ``torchrun`` has counted, if that can be the same on all ranks.
+
     Blocks until all ranks have called it, for at most ``connect_timeout``
-    seconds.  Raises `CommError`: CONFIG, PLUGIN, UNSUPPORTED, or TIMEOUT naming
-    absent ranks.
+    seconds, and answers signals meanwhile.  Raises `CommError`: CONFIG, PLUGIN,
+    UNSUPPORTED, TIMEOUT naming absent ranks, or PEER_LOST when a rank or the store is
+    lost meanwhile.
     """
     if not isinstance(config, CommConfig):
         config = CommConfig.load(config)
+    attempt = None if generation is None else explicit_generation(generation)
+    at_exit.install()  # a start-up that is given up may leave a thread behind, too
     registry = registry or default_registry()
     config = registry.hooks().commlayer_configure(config=config) or config
     loaded = registry.select(config.backend)
+    deadline = time.monotonic() + config.connect_timeout
     world = world_of_job(config, loaded.backend) if group is None else world_of_group(config, group)
     return connect_world(
-        world, loaded, config, registry=registry, retention=retention, reaping=reaping
+        dataclasses.replace(world, deadline=deadline),
+        loaded,
+        config,
+        registry=registry,
+        generation=attempt,
+        retention=retention,
+        reaping=reaping,
     )
 
 
@@ -76,17 +99,20 @@ def connect_world(
     *,
     registry: Registry | None = None,
     runtime: Runtime | None = None,
+    generation: Generation | None = None,
     retention: RetentionPolicy | None = None,
     reaping: ReapingPolicy | None = None,
 ) -> Communicator:
     """Connect the ranks of `world` over a loaded backend.
 
     The part of `connect` that is the same for real ranks and simulated ones;
-    `runtime` is what progress runs on.
+    `runtime` is what progress of the latter runs on, and they have met already: each
+    says what this one says.  `generation` is by default what the launcher has counted.
     """
     backend = loaded.backend
     semantics = backend.semantics
     simulated = runtime is not None
+    generation = generation or launched_generation()
     runtime = runtime or ThreadRuntime()
     registry = registry or default_registry()
     host = _host(loaded, registry).backend
@@ -130,10 +156,12 @@ def connect_world(
         host=machine,
         pid=pid,
     )
-    meeting = None if simulated else Meeting(world, config.peer_timeout, config.bind_address)
-    with nullcontext() if meeting is None else meeting:
-        hellos = agree(world, hello, runtime)
-        links = {} if meeting is None else meeting.meet()
+    with ExitStack() as stack:
+        hellos = dict.fromkeys(range(world.size), hello)
+        links: dict[int, Link] = {}
+        if not simulated:
+            rendezvous = stack.enter_context(Rendezvous(world, generation))
+            world, hellos, links = stack.enter_context(_met(rendezvous, hello, config))
         options = dict(config.options)
         host_options = options if host is backend else options.pop("host", {})
         transport = host.open(world, host_options)
@@ -219,6 +247,23 @@ def connect_world(
         if not simulated:
             at_exit.watch(session, (transport, endpoint, device))
         return channels["data"]
+
+
+@contextmanager
+def _met(
+    rendezvous: Rendezvous, hello: Hello, config: CommConfig
+) -> Iterator[tuple[World, dict[int, Hello], dict[int, Link]]]:
+    """The ranks have met: the world that they share, what they say, their liveness connections.
+
+    A ``with`` block that fails closes the latter.
+    """
+    world = rendezvous.world
+    with world.call(lambda: Meeting(world, config.peer_timeout, config.bind_address)) as meeting:
+        said = rendezvous.meet(replace(hello, contact=meeting.contact).encode())
+        hellos = agree(world.rank, hello, said)
+        contacts = {rank: other.contact for rank, other in hellos.items()}
+        links = rendezvous.world.call(lambda: meeting.meet(contacts))
+        yield rendezvous.world, hellos, links
 
 
 def _host(loaded: LoadedBackend, registry: Registry) -> LoadedBackend:

@@ -1,216 +1,156 @@
-"""Who connects with whom, and whether they agree."""
+"""How the ranks of one `connect` find each other in a store, and nobody else.
+
+A store may outlive the processes that used it: ``torchrun`` keeps its own over restarts, and
+survivors of a lost rank connect again under the same name.  So nothing that stands in it is
+believed until it answers something that was drawn in this call:
+
+1. Rank 0 leaves a card with a fresh nonce, and waits for cards that answer it.
+2. Every other rank leaves a card with a nonce of its own, answers the nonce that rank 0's card
+   shows, and answers anew when that changes.
+3. Once all have answered, rank 0 writes the roster: all cards, under its nonce.  A rank that
+   finds its own nonce in the roster takes part.  All keys that follow stand under rank 0's nonce.
+
+A rank that gives up says so on its card, or after step 3 under rank 0's nonce, so that the
+others hear the cause instead of running into their limit.
+"""
 
 from __future__ import annotations
 
-import os
-import socket
-from collections import Counter
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import TypeVar
 
 import msgspec
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
-from commlayer.backend import Backend, World
-from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.progress.runtime import Runtime
-from commlayer.semantics import Semantics
+from commlayer.backend import World
+from commlayer.bootstrap.board import LONGEST_PAUSE, Board, key, read
+from commlayer.bootstrap.cards import Card, Failure, decode_failure, encode
+from commlayer.bootstrap.follower import Follower
+from commlayer.bootstrap.launch import Generation
+from commlayer.bootstrap.leader import Leader
+from commlayer.bootstrap.patience import Helper, Late
+from commlayer.bootstrap.stores import prefixed
+from commlayer.errors import CommTimeout, ErrorKind
 
-if TYPE_CHECKING:
-    from commlayer.config import CommConfig
+T = TypeVar("T")
 
-_POLL_SECONDS = 0.005
-_generations: Counter[str] = Counter()
-_environment_stores: dict[tuple[str, str], Any] = {}
-
-
-def world_of_group(config: CommConfig, group: Any) -> World:
-    """The ranks of an existing ``torch.distributed`` group (``None``: of the default group)."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise _refusal("torch.distributed is not initialised", "Call init_process_group() first")
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    if dist.get_rank() not in ranks:
-        raise _refusal("this rank is not a member of the group", "Only its members call connect()")
-    return _world(
-        config,
-        dist.distributed_c10d._get_default_store(),
-        rank=ranks.index(dist.get_rank()),
-        size=len(ranks),
-        members=",".join(map(str, ranks)),
-    )
+_LINGER_SECONDS = 1.0
+"""How long a rank 0 that gives up lets the others hear it: the store may end with its process."""
+_SLACK_SECONDS = 0.5
+"""What keeps the limit by itself says more about it, so it is given the time to."""
 
 
-def world_of_job(config: CommConfig, backend: Backend) -> World:
-    """The ranks that a launcher started: the backend's own, else ``torchrun``.
+class Rendezvous:
+    """One rank's part in one `connect`; a ``with`` block that fails tells the other ranks.
 
-    Uses the default group of ``torch.distributed`` if that is initialised.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        job = backend.job(config.connect_timeout)
-        if job is not None:
-            members = ",".join(map(str, range(job.size)))
-            return _world(config, job.store, rank=job.rank, size=job.size, members=members)
-    return world_of_environment(config)
-
-
-def world_of_environment(config: CommConfig) -> World:
-    """The ranks that ``torchrun`` describes in the environment.
-
-    Uses the default group of ``torch.distributed`` if that is initialised.
-    """
-    if dist.is_available() and dist.is_initialized():
-        return world_of_group(config, None)
-    missing = [
-        name
-        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if name not in os.environ
-    ]
-    if missing:
-        raise _refusal(
-            f"{', '.join(missing)} not set in the environment",
-            "Start the ranks with torchrun, set the variables, or pass group=",
-        )
-    address = (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
-    rank, size = _number("RANK"), _number("WORLD_SIZE")
-    if not 0 <= rank < size:
-        raise _refusal(f"RANK = {rank} is not in a world of {size}", "Correct the environment")
-    if address not in _environment_stores:
-        limit = timedelta(seconds=config.connect_timeout)
-        try:
-            _environment_stores[address] = next(rendezvous("env://", timeout=limit))[0]
-        except (RuntimeError, ValueError) as error:
-            raise CommError(
-                ErrorKind.CONFIG,
-                "connect",
-                f"the store at {address[0]}:{address[1]} cannot be reached ({error})",
-                "Start rank 0 within connect_timeout, and check MASTER_ADDR and MASTER_PORT",
-            ) from error
-    members = ",".join(map(str, range(size)))
-    return _world(config, _environment_stores[address], rank=rank, size=size, members=members)
-
-
-def _number(variable: str) -> int:
-    text = os.environ[variable]
-    try:
-        return int(text)
-    except ValueError:
-        raise _refusal(f"{variable} = {text!r} is not a number", "Correct it") from None
-
-
-def _refusal(cause: str, cure: str) -> CommError:
-    return CommError(ErrorKind.CONFIG, "connect", cause, cure)
-
-
-def _world(config: CommConfig, store: Any, *, rank: int, size: int, members: str) -> World:
-    key = f"commlayer/{config.name}/{members}"
-    _generations[key] += 1
-    prefixed: Any = PrefixStore(f"{key}/{_generations[key]}", store)
-    return World(rank, size, prefixed, config.connect_timeout)
-
-
-class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What each rank tells the others before anything is opened.
-
-    What must be equal on all ranks is in `_MUST_AGREE`.
+    `world` is what the ranks connect in: once they have met, its store is new, and its
+    `World.call` hears of the others.
     """
 
-    wire_version: int
-    backend: str
-    channels: tuple[str, ...]
-    inline_bytes: int
-    allow_pickle: bool
-    facts: Semantics
-    headers_ahead: int
-    payloads_ahead: int
-    version: str
-    host: str
-    pid: int
+    def __init__(self, world: World, generation: Generation) -> None:
+        deadline = min(world.deadline, time.monotonic() + world.connect_timeout)
+        self.world = replace(world, deadline=deadline, caller=self._call)
+        self._board = Board(self.world, generation)
+        self._round = b""
+        """The nonce of rank 0 under which all have met; empty before."""
 
-    @staticmethod
-    def whereabouts() -> tuple[str, int]:
-        return socket.gethostname(), os.getpid()
+    def __enter__(self) -> Rendezvous:
+        return self
 
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and error is not self._board.told:
+            self._leave(error)
+        self._board.close()
 
-_decoder = msgspec.msgpack.Decoder(Hello)
-_MUST_AGREE = ("wire_version", "backend", "channels", "inline_bytes", "allow_pickle", "facts")
+    def meet(self, hello: bytes) -> Sequence[bytes]:
+        """Wait for all ranks, and return what they say, by rank.
 
+        Raises `CommTimeout` naming the ranks that are absent, and `CommError`: CONFIG for
+        ranks that cannot belong together, PEER_LOST when the store ends, or what another
+        rank has given up for.
+        """
+        board = self._board
+        board.card = msgspec.structs.replace(board.card, hello=hello)
+        roster: Sequence[Card] = [board.card]
+        if self.world.size > 1:
+            roster = Follower(board).follow() if self.world.rank else Leader(board).gather()
+        self._round = roster[0].nonce
+        store = prefixed(board.store, f"round/{self._round.hex()}")
+        self.world = replace(self.world, store=store)
+        return [card.hello for card in roster]
 
-def agree(world: World, hello: Hello, runtime: Runtime) -> dict[int, Hello]:
-    """Exchange hellos with every rank; returns those of all ranks.
-
-    Raises `CommTimeout` naming the ranks that are absent after the connect
-    timeout, and `CommError` (CONFIG) naming the first rank that differs, what
-    differs, and both values.
-    """
-    world.store.set(f"hello/{world.rank}", msgspec.msgpack.encode(hello))
-    wait_for_all(world, [f"hello/{r}" for r in range(world.size)], runtime)
-    hellos = {}
-    for rank in range(world.size):
-        said = world.store.get(f"hello/{rank}")
-        try:
-            other = hellos[rank] = _decoder.decode(said)
-        except msgspec.MsgspecError as error:
-            raise _refusal(
-                f"rank {world.rank} (pid {hello.pid} on {hello.host}, wire version "
-                f"{hello.wire_version}) and rank {rank} ({_stranger(said)}) run versions of "
-                f"commlayer that greet each other differently ({error})",
-                f"Install commlayer {hello.version} on all ranks",
-            ) from error
-        for name in _MUST_AGREE:
-            mine, theirs = getattr(hello, name), getattr(other, name)
-            if mine != theirs:
-                what = _difference(name, mine, theirs)
-                raise _refusal(
-                    f"rank {world.rank} (pid {hello.pid} on {hello.host}) and rank {rank} "
-                    f"(pid {other.pid} on {other.host}) differ in {what}",
-                    "Configure and install the same on all ranks",
-                )
-    return hellos
-
-
-class _AnyHello(msgspec.Struct):
-    """What can be read of a hello of any version."""
-
-    pid: int
-    host: str
-    wire_version: int
-
-
-def _stranger(said: bytes) -> str:
-    try:
-        other = msgspec.msgpack.decode(said, type=_AnyHello)
-    except msgspec.MsgspecError:
-        return "which says nothing legible of itself"
-    return f"pid {other.pid} on {other.host[:64]}, wire version {other.wire_version}"
-
-
-def wait_for_all(world: World, keys: list[str], runtime: Runtime) -> None:
-    """Wait until every rank has set its key of `keys`.
-
-    Raises `CommTimeout` naming the ranks that have not after the connect timeout.
-    """
-    deadline = runtime.now() + world.connect_timeout
-    while True:
-        absent = [rank for rank, key in enumerate(keys) if not world.store.check([key])]
-        if not absent:
+    def watch(self) -> None:
+        """Raise what another rank has given up for, after all had met."""
+        if not self._round:
             return
-        if runtime.now() >= deadline:
+        try:
+            said = self._board.brief(partial(_failure, self._round))
+        except (Late, RuntimeError, OSError):
+            return  # whoever held the store may have connected and gone
+        failure = decode_failure(said)
+        if failure is not None and failure.rank != self.world.rank:
+            raise self._board.tell(failure)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """See `World.call`.  On a thread apart from the store's, which `watch` needs meanwhile."""
+        helper = Helper()
+        try:
+            return helper.call(function, self.world.remaining() + _SLACK_SECONDS, self.watch)
+        except Late:
             raise CommTimeout(
                 "connect",
-                f"rank {', '.join(map(str, absent))} of {world.size} did not connect within "
-                f"{world.connect_timeout:g} s",
-                "Start all ranks, each with the same `name`; see connect_timeout",
+                f"the transport did not connect within {self.world.connect_timeout:g} s",
+                "See that every rank runs and that the hosts reach each other",
+            ) from None
+        finally:
+            helper.close()
+
+    def _leave(self, error: BaseException) -> None:
+        """Say why this rank gives up.  Never raises, and takes no longer than a moment."""
+        board = self._board
+        failure = Failure.of(self.world.rank, board.card, error)
+        try:
+            if self._round:
+                self._object(self._round, failure)
+            elif board.published:
+                if failure.kind is not ErrorKind.TIMEOUT and board.card.answers:
+                    self._object(board.card.answers, failure)
+                gone = encode(msgspec.structs.replace(board.card, gone=failure))
+                board.brief(lambda store: store.set(f"card/{self.world.rank}", gone))
+                if self.world.rank == 0 and isinstance(error, Exception):
+                    self._linger()
+        except (Late, RuntimeError, OSError):
+            pass  # the others will see that this rank is absent
+
+    def _object(self, nonce: bytes, failure: Failure) -> None:
+        """Tell all who have met, or meet, under `nonce`.  The first finding is the cause."""
+        self._board.brief(
+            lambda store: (
+                _failure(nonce, store) or store.set(key("failure", nonce), encode(failure))
             )
-        runtime.sleep(_POLL_SECONDS)
+        )
+
+    def _linger(self) -> None:
+        leader, board = Leader(self._board), self._board
+        deadline = time.monotonic() + _LINGER_SECONDS
+        ranks = [rank for rank in range(1, self.world.size) if rank not in board.absent]
+        while ranks and time.monotonic() < deadline:
+            cards = board.brief(partial(leader.look, ranks)).cards
+            ranks = [
+                rank
+                for rank, card in cards.items()
+                if card is not None and card.answers == board.card.nonce and card.gone is None
+            ]
+            time.sleep(LONGEST_PAUSE)
 
 
-def _difference(name: str, mine: Any, theirs: Any) -> str:
-    if isinstance(mine, Semantics):
-        return _difference(name, mine.facts(), theirs.facts())
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        for key in mine:
-            if mine[key] != theirs.get(key):
-                return _difference(f"{name}.{key}", mine[key], theirs.get(key))
-    return f"{name}: {mine!r} and {theirs!r}"
+def _failure(nonce: bytes, store: object) -> bytes:
+    return read(store, key("failure", nonce))

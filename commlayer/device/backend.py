@@ -69,7 +69,7 @@ class StreamTransport(Transport):
         mine = 0 if self._world.rank == low else 1
         group = self._backend.group(
             f"{self._backend.name}/{name}/{low}-{high}",
-            self._world.store,
+            self._world.client(),
             mine,
             _LONG,
         )

@@ -12,13 +12,14 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from commlayer.bootstrap.rendezvous import wait_for_all, world_of_job
+from commlayer.bootstrap.launch import launched_generation
+from commlayer.bootstrap.rendezvous import Rendezvous
+from commlayer.bootstrap.worlds import world_of_job
 from commlayer.config import CommConfig
 from commlayer.doctor import selftest
 from commlayer.doctor.checks import Check, Status
 from commlayer.doctor.machine import installed
 from commlayer.errors import CommError
-from commlayer.progress.runtime import ThreadRuntime
 from commlayer.registry import Registry
 from commlayer.wire.frame import WIRE_VERSION
 
@@ -123,10 +124,9 @@ def examine(registry: Registry, seconds: float) -> tuple[int, list[Check]]:
     config = CommConfig.load()
     loaded = registry.select(config.backend)
     world = world_of_job(replace(config, name="doctor"), loaded.backend)
-    world.store.set(f"credentials/{world.rank}", msgspec.json.encode(own(registry)))
-    keys = [f"credentials/{rank}" for rank in range(world.size)]
-    wait_for_all(world, keys, ThreadRuntime())
-    ranks = [msgspec.json.decode(world.store.get(key), type=Credentials) for key in keys]
+    with Rendezvous(world, launched_generation()) as rendezvous:
+        said = rendezvous.meet(msgspec.json.encode(own(registry)))
+    ranks = [msgspec.json.decode(credentials, type=Credentials) for credentials in said]
     found = list(compare(ranks))
     if any(check.status == "failed" for check in found):
         return world.rank, found

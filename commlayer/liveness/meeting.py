@@ -1,9 +1,8 @@
 """How every pair of ranks gets its connection.
 
-Each rank publishes an address and a random secret through the store that all ranks
-share, and listens.  Of two ranks the higher connects to the lower, says its number
-and the lower's secret, and gets its own secret back.  Whoever does not know the
-secret is turned away.
+Each rank listens, and tells all others its address and a random secret when they meet.
+Of two ranks the higher connects to the lower, says its number and the lower's secret,
+and gets its own secret back.  Whoever does not know the secret is turned away.
 """
 
 from __future__ import annotations
@@ -16,14 +15,20 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
 
 from commlayer.backend import World
-from commlayer.errors import CommError, CommTimeout, ErrorKind, connection_with
+from commlayer.errors import (
+    CommError,
+    CommTimeout,
+    ErrorKind,
+    connection_with,
+    out_of_descriptors,
+)
 from commlayer.liveness import sockets
 
 _MAGIC = b"commlive"
@@ -39,15 +44,12 @@ _CURE = (
 
 
 class Contact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank publishes.  Port 0: it listens to nobody.  `process` says who it is."""
+    """Where a rank listens, and what is to be said there.  `process` says who it is."""
 
     address: str
     port: int
     secret: bytes
     process: str
-
-
-_decoder = msgspec.msgpack.Decoder(Contact | None)
 
 
 class Link(NamedTuple):
@@ -58,9 +60,10 @@ class Link(NamedTuple):
 
 
 class Meeting:
-    """One rank's part: it listens and has published once made, and connects in `meet`.
+    """One rank's part: it listens once made, and connects in `meet`.
 
-    A ``with`` statement that ends by an exception closes every connection.
+    `contact` is for the others; ``None`` where this rank does without.  A ``with`` statement
+    that ends by an exception closes every connection.
     """
 
     def __init__(self, world: World, peer_timeout: float, bind_address: str) -> None:
@@ -73,16 +76,16 @@ class Meeting:
         self._hearings: dict[int, _Hearing] = {}
         self._absent: set[int] = set()
         """Ranks with which there is no connection yet."""
-        if world.size > 1:
-            contact = self._listen(bind_address) if peer_timeout else None
-            world.store.set(_key(world.rank), msgspec.msgpack.encode(contact))
+        self.contact: Contact | None = None
+        if world.size > 1 and peer_timeout:
+            self.contact = self._listen(bind_address)
 
     def _listen(self, bind_address: str) -> Contact:
         place = sockets.place(bind_address, self._world.store)
         try:
             self._listener = sockets.listen(place)
         except OSError as error:
-            raise CommError(
+            raise out_of_descriptors("connect", error) or CommError(
                 ErrorKind.CONFIG,
                 "connect",
                 f"cannot listen at {place.bind!r} ({error})",
@@ -106,17 +109,21 @@ class Meeting:
             for link in self._links.values():
                 link.socket.close()
 
-    def meet(self) -> dict[int, Link]:
+    def meet(self, contacts: Mapping[int, Contact | None]) -> dict[int, Link]:
         """Connect with every rank that takes part, and return the connections by rank.
 
-        To be called once every rank has published.  Raises `CommError`: PEER_LOST for a
+        `contacts` are those of all ranks.  Raises `CommError`: PEER_LOST for a
         rank that cannot be connected to, `CommTimeout` naming ranks that did not come
         within the world's connect timeout.
         """
         if self._listener is None:
             return {}
-        deadline = time.monotonic() + self._world.connect_timeout
-        self._contacts = self._read_contacts()
+        deadline = time.monotonic() + self._world.remaining()
+        self._contacts = {
+            rank: contact
+            for rank, contact in contacts.items()
+            if contact is not None and rank != self._world.rank
+        }
         self._absent = set(self._contacts)
         for rank in sorted(self._contacts):
             if rank < self._world.rank:
@@ -128,24 +135,6 @@ class Meeting:
             sockets.keep_alive(link.socket, self._peer_timeout)
         return self._links
 
-    def _read_contacts(self) -> dict[int, Contact]:
-        contacts = {}
-        for rank in range(self._world.size):
-            if rank == self._world.rank:
-                continue
-            try:
-                contact = _decoder.decode(self._world.store.get(_key(rank)))
-            except msgspec.MsgspecError as error:
-                raise CommError(
-                    ErrorKind.CONFIG,
-                    "connect",
-                    f"rank {rank} publishes its address differently ({error})",
-                    "Install the same commlayer on all ranks",
-                ) from error
-            if contact is not None:
-                contacts[rank] = contact
-        return contacts
-
     def _approach(self, rank: int, deadline: float) -> None:
         """Connect to a lower rank, and expect its answer."""
         contact = self._contacts[rank]
@@ -156,7 +145,9 @@ class Meeting:
             )
             connection.sendall(_GREETING.pack(_MAGIC, self._world.rank, contact.secret))
         except OSError as error:
-            raise self._unreachable(rank, str(error)) from error
+            raise out_of_descriptors("connect", error) or self._unreachable(
+                rank, str(error)
+            ) from error
 
         def complete(answer: bytes) -> None:
             if not hmac.compare_digest(answer, self._secret):
@@ -216,10 +207,11 @@ class Meeting:
         try:
             connection = sockets.ours(listener.accept()[0])
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                raise CommError(
-                    ErrorKind.CONFIG, "connect", str(error), "Raise the limit (ulimit -n)"
-                ) from error
+            failure = out_of_descriptors("connect", error)
+            if failure is None and error.errno in (errno.ENOBUFS, errno.ENOMEM):
+                failure = CommError(ErrorKind.CONFIG, "connect", str(error), "Free memory")
+            if failure is not None:
+                raise failure from error
             return
 
         def complete(greeting: bytes) -> None:
@@ -257,10 +249,6 @@ class Meeting:
         for hearing in self._hearings.values():
             hearing.connection.close()
         self._hearings.clear()
-
-
-def _key(rank: int) -> str:
-    return f"liveness/{rank}"
 
 
 class _Hearing:

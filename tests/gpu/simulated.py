@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 from commlayer_testkit.sim import PROFILES, FailureKind, Profile, Rank, Scenario, World, explore
-from commlayer_testkit.sim.mount_core import _Agreed
+from commlayer_testkit.sim.mount_core import NoStore
 from commlayer_testkit.sim.mount_device import SimDeviceRuntime, SimStreamBackend
 from commlayer_testkit.sim.profiles import GLOO
 from commlayer_testkit.sim.streams import Item, SimEvent, SimStream
@@ -184,7 +184,7 @@ class SimulatedMachine:
         registry = Registry(())
         registry.add_backend(SimBackend(world, GLOO))
         return connect_world(
-            BackendWorld(rank.index, len(world.ranks), _Agreed(), 60.0),
+            BackendWorld(rank.index, len(world.ranks), NoStore(), 60.0),
             LoadedBackend(_Backend(rank, world.profile, self.device), "simulator", ""),
             CommConfig(),
             registry=registry,

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import msgspec
 import pytest
 from torch.distributed import HashStore
 
@@ -45,13 +44,20 @@ def join(store: Any) -> Iterator[Callable[..., Meeting]]:
             link.socket.close()
 
 
-def contact(store: Any, rank: int) -> Contact:
-    return msgspec.msgpack.decode(store.get(f"liveness/{rank}"), type=Contact)
+def contacts(*meetings: Meeting) -> dict[int, Contact | None]:
+    """What all ranks have said of themselves."""
+    return {rank: each.contact for rank, each in enumerate(meetings)}
+
+
+def contact(meeting: Meeting) -> Contact:
+    assert meeting.contact is not None
+    return meeting.contact
 
 
 def meet(*meetings: Meeting) -> list[dict[int, Link]]:
+    said = contacts(*meetings)
     with ThreadPoolExecutor(len(meetings)) as pool:
-        return list(pool.map(Meeting.meet, meetings))
+        return list(pool.map(lambda each: each.meet(said), meetings))
 
 
 def paired(links: list[dict[int, Link]]) -> bool:
@@ -63,13 +69,14 @@ def paired(links: list[dict[int, Link]]) -> bool:
     )
 
 
-def test_every_pair_is_connected_and_nobody_listens_on(join: Any, store: Any) -> None:
-    links = meet(*[join(rank, 4) for rank in range(4)])
+def test_every_pair_is_connected_and_nobody_listens_on(join: Any) -> None:
+    meetings = [join(rank, 4) for rank in range(4)]
+    links = meet(*meetings)
     assert [sorted(mine) for mine in links] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
     assert paired(links)
-    for rank in range(4):
+    for each in meetings:
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", contact(store, rank).port))
+            socket.create_connection(("127.0.0.1", contact(each).port))
 
 
 def test_the_kernel_keeps_the_connections(join: Any) -> None:
@@ -88,8 +95,9 @@ def test_ranks_that_do_without_are_not_waited_for(join: Any) -> None:
 
 
 def test_a_world_of_one_opens_nothing(store: Any) -> None:
-    assert Meeting(World(0, 1, store, LIMIT), 5.0, "").meet() == {}
-    assert not store.check(["liveness/0"])
+    alone = Meeting(World(0, 1, store, LIMIT), 5.0, "")
+    assert alone.contact is None
+    assert alone.meet({0: None}) == {}
 
 
 def answer(connection: socket.socket) -> bytes:
@@ -114,9 +122,9 @@ STRANGERS = {
 
 @pytest.mark.parametrize("stranger", STRANGERS)
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "stays"])
-def test_a_stranger_is_turned_away(join: Any, store: Any, stranger: str, leaves: bool) -> None:
+def test_a_stranger_is_turned_away(join: Any, stranger: str, leaves: bool) -> None:
     meetings = [join(rank, 3) for rank in range(3)]
-    found = contact(store, 0)
+    found = contact(meetings[0])
     with socket.create_connection((found.address, found.port)) as connection:
         connection.sendall(STRANGERS[stranger](found.secret))
         if leaves:
@@ -130,12 +138,12 @@ def test_a_stranger_is_turned_away(join: Any, store: Any, stranger: str, leaves:
 
 
 def test_strangers_without_end_do_not_keep_a_rank_out(
-    join: Any, store: Any, monkeypatch: pytest.MonkeyPatch
+    join: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meeting, "_MOST_STRANGERS", 4)
     monkeypatch.setattr(meeting, "_STRANGER_SECONDS", 0.1)
     first, second = join(0, 2), join(1, 2)
-    found = contact(store, 0)
+    found = contact(first)
     strangers = [socket.create_connection((found.address, found.port)) for _ in range(20)]
     links = meet(first, second)
     assert [sorted(mine) for mine in links] == [[1], [0]]
@@ -143,27 +151,26 @@ def test_strangers_without_end_do_not_keep_a_rank_out(
         each.close()
 
 
-def test_a_second_connection_of_a_rank_is_a_stranger(join: Any, store: Any) -> None:
+def test_a_second_connection_of_a_rank_is_a_stranger(join: Any) -> None:
     first, second, third = (join(rank, 3) for rank in range(3))
-    found = contact(store, 0)
+    found, said = contact(first), contacts(first, second, third)
     with ThreadPoolExecutor(2) as pool:
-        ending = [pool.submit(each.meet) for each in (first, second)]
+        ending = [pool.submit(each.meet, said) for each in (first, second)]
         while 1 not in first._links:
             pass
         with socket.create_connection((found.address, found.port)) as connection:
             connection.sendall(meeting._GREETING.pack(b"commlive", 1, found.secret))
             connection.settimeout(LIMIT)
             assert connection.recv(1) == b""
-        links = third.meet()
+        links = third.meet(said)
         assert paired([*(each.result() for each in ending), links])
 
 
-def test_another_program_at_the_address_is_not_taken_for_the_rank(join: Any, store: Any) -> None:
+def test_another_program_at_the_address_is_not_taken_for_the_rank(join: Any) -> None:
     second = join(1, 2)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         published = Contact("127.0.0.1", port, bytes(32), "pid 1 on elsewhere")
-        store.set("liveness/0", msgspec.msgpack.encode(published))
 
         def answer() -> None:
             connection, _ = other.accept()
@@ -176,35 +183,26 @@ def test_another_program_at_the_address_is_not_taken_for_the_rank(join: Any, sto
         with pytest.raises(
             CommError, match=rf"rank 0 \(pid 1 on elsewhere\).*port {port}"
         ) as caught:
-            second.meet()
+            second.meet({0: published, 1: second.contact})
         answering.join()
     assert caught.value.kind is ErrorKind.PEER_LOST
 
 
-def test_a_rank_that_cannot_be_connected_to_is_named(join: Any, store: Any) -> None:
+def test_a_rank_that_cannot_be_connected_to_is_named(join: Any) -> None:
     second = join(1, 2)
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     published = Contact("127.0.0.1", port, bytes(32), "pid 1 on elsewhere")
-    store.set("liveness/0", msgspec.msgpack.encode(published))
     with pytest.raises(CommError, match=f"rank 0 .*127.0.0.1 port {port}.*refused") as caught:
-        second.meet()
+        second.meet({0: published, 1: second.contact})
     assert caught.value.kind is ErrorKind.PEER_LOST
     assert "bind_address" in caught.value.cure
 
 
 def test_a_rank_that_does_not_come_is_named(join: Any) -> None:
-    first, _ = join(0, 2, limit=0.3), join(1, 2)
+    first, second = join(0, 2, limit=0.3), join(1, 2)
     with pytest.raises(CommTimeout, match=r"no liveness connection with rank 1 \(pid \d+ on"):
-        first.meet()
-
-
-def test_an_entry_of_another_version_is_refused(join: Any, store: Any) -> None:
-    first = join(0, 2)
-    store.set("liveness/1", msgspec.msgpack.encode({"address": "somewhere"}))
-    with pytest.raises(CommError, match="rank 1") as caught:
-        first.meet()
-    assert caught.value.kind is ErrorKind.CONFIG
+        first.meet(contacts(first, second))
 
 
 def test_an_address_of_another_host_is_refused(store: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from commlayer_testkit.sim import Scenario, all_scenarios, explore
 from commlayer_testkit.sim.choices import ReplayChoices
-from commlayer_testkit.sim.mount_core import _Agreed, connect_device
+from commlayer_testkit.sim.mount_core import NoStore, connect_device
 from commlayer_testkit.sim.mount_device import SimDeviceRuntime, SimStreamBackend
 from commlayer_testkit.sim.profiles import GLOO, PROFILES
 from commlayer_testkit.sim.rank import Rank
@@ -251,7 +251,7 @@ def connected(rank: Rank, backend: SimStreamBackend, host: SimBackend) -> Commun
     registry = Registry(())
     registry.add_backend(host)
     return connect_world(
-        BackendWorld(rank.index, len(rank.world.ranks), _Agreed(), 60.0),
+        BackendWorld(rank.index, len(rank.world.ranks), NoStore(), 60.0),
         LoadedBackend(backend, "test", ""),
         CommConfig(),
         registry=registry,
@@ -305,7 +305,7 @@ def test_two_communicators_on_one_device() -> None:
 def test_a_device_transport_has_pairs_only() -> None:
     def body(rank: Rank) -> None:
         backend = SimStreamBackend(rank, rank.world.profile)
-        transport = backend.open(BackendWorld(0, 1, _Agreed(), 60.0), {})
+        transport = backend.open(BackendWorld(0, 1, NoStore(), 60.0), {})
         with pytest.raises(CommError, match="communicates by pairs") as caught:
             transport.endpoint("p2p")
         assert caught.value.kind is ErrorKind.UNSUPPORTED

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commlayer_testkit.sim import Scenario, explore
-from commlayer_testkit.sim.mount_core import _Agreed
+from commlayer_testkit.sim.mount_core import NoStore
 from commlayer_testkit.sim.mount_device import SimDeviceRuntime, SimGroup
 from commlayer_testkit.sim.profiles import GLOO, PROFILES
 from commlayer_testkit.sim.rank import Rank
@@ -168,7 +168,7 @@ def exchange(vendor: Vendor, backend: StreamBackend) -> Scenario:
             registry = Registry(())
             registry.add_backend(_Host(world, GLOO))
             comm = connect_world(
-                BackendWorld(rank.index, 2, _Agreed(), 60.0),
+                BackendWorld(rank.index, 2, NoStore(), 60.0),
                 LoadedBackend(backend, "test", ""),
                 CommConfig(),
                 registry=registry,
@@ -217,7 +217,7 @@ def test_options_are_refused(
 ) -> None:
     backend = make(monkeypatch, Vendor(profile))
     with pytest.raises(CommError, match="unknown colour") as caught:
-        backend.open(BackendWorld(0, 2, _Agreed(), 60.0), {"colour": 1})
+        backend.open(BackendWorld(0, 2, NoStore(), 60.0), {"colour": 1})
     assert caught.value.kind is ErrorKind.CONFIG
 
 
@@ -316,7 +316,7 @@ def test_a_wait_that_blocks_the_host_is_refused_with_its_cure(
             monkeypatch.delenv(name, raising=False)
         else:
             monkeypatch.setenv(name, value)
-    world = BackendWorld(0, 2, _Agreed(), 60.0)
+    world = BackendWorld(0, 2, NoStore(), 60.0)
     if refused is None:
         backend.open(world, {})
         return
@@ -353,7 +353,7 @@ def test_npu_groups_are_not_the_global_one(monkeypatch: pytest.MonkeyPatch) -> N
             made.append(options)
 
     monkeypatch.setattr(groups, "ProcessGroupHCCL", ProcessGroup)
-    backend.group("npu/data/0/up/2-5", _Agreed(), 1, timedelta(days=24))
+    backend.group("npu/data/0/up/2-5", NoStore(), 1, timedelta(days=24))
     (options,) = made
     assert options.global_ranks_in_group == [2, 5]
     assert options.group_id == "npu/data/0/up/2-5"
@@ -438,7 +438,7 @@ def test_xccl_of_the_first_release_takes_no_options(monkeypatch: pytest.MonkeyPa
     made: list[tuple[Any, ...]] = []
     backend = xccl(monkeypatch, Vendor("xccl"))
     monkeypatch.setattr(dist, "ProcessGroupXCCL", lambda *args: made.append(args), raising=False)
-    backend.group("oneccl/data/0/up/0-1", _Agreed(), 1, timedelta(days=24))
+    backend.group("oneccl/data/0/up/0-1", NoStore(), 1, timedelta(days=24))
     assert [args[1:] for args in made] == [(1, 2)]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from commlayer.backend import Backend, Endpoint, Transport, Viability, World
 from commlayer.bootstrap.connector import connect_world
-from commlayer.bootstrap.rendezvous import world_of_group
+from commlayer.bootstrap.worlds import world_of_group
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.registry import default_registry

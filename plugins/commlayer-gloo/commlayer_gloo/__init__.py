@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from commlayer.backend import Backend, Endpoint, Transport, Viability, World
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import CommError, ErrorKind, out_of_descriptors
 from commlayer.hooks import hookimpl
 from commlayer.semantics import (
     Completion,
@@ -140,16 +140,18 @@ class GlooTransport(Transport):
 
     def endpoint(self, name: str) -> Endpoint:
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=self._world.connect_timeout)
+        options._timeout = timedelta(seconds=self._world.remaining())
         options._devices = [self._device]
         options._threads = 1
-        store: Any = self._world.store
+        store: Any = self._world.client()
+        prefixed = PrefixStore(f"gloo/{name}", store)
+        rank, size = self._world.rank, self._world.size
         try:
-            group = ProcessGroupGloo(
-                PrefixStore(f"gloo/{name}", store), self._world.rank, self._world.size, options
-            )
+            group = self._world.call(lambda: ProcessGroupGloo(prefixed, rank, size, options))
+        except CommError:
+            raise
         except RuntimeError as error:
-            raise CommError(
+            raise out_of_descriptors(f"gloo group {name!r}", error) or CommError(
                 ErrorKind.TIMEOUT,
                 f"gloo group {name!r}",
                 f"rank {self._world.rank} could not connect to all ranks (limit "
@@ -192,7 +194,7 @@ class GlooBackend(Backend):
         try:
             device = _device(str(interface).split(",")[0])
         except RuntimeError as error:
-            raise CommError(
+            raise out_of_descriptors("backend 'gloo'", error) or CommError(
                 ErrorKind.CONFIG,
                 "backend 'gloo'",
                 f"no network device ({error})",

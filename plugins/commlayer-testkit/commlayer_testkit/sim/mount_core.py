@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from pluggy import HookRelay
 
 from commlayer.backend import Backend
 from commlayer.backend import World as BackendWorld
 from commlayer.bootstrap.connector import connect_world
-from commlayer.bootstrap.rendezvous import Hello
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.registry import LoadedBackend, Registry
@@ -32,24 +30,19 @@ class _NoPlugins(Registry):
 
 
 _NO_PLUGINS = _NoPlugins()
-_HELLO = msgspec.msgpack.Decoder(Hello)
-"""Keeps what msgspec knows of the type, which it would work out anew for every world."""
 
 
-class _Agreed:
-    """A store in which every rank has said what this one says: no rank waits for another."""
-
-    def __init__(self) -> None:
-        self._value = b""
+class NoStore:
+    """Simulated ranks have met already, and ask no store."""
 
     def set(self, key: str, value: bytes) -> None:
-        self._value = value
+        raise NotImplementedError
 
     def get(self, key: str) -> bytes:
-        return self._value
+        raise NotImplementedError
 
     def check(self, keys: list[str]) -> bool:
-        return True
+        raise NotImplementedError
 
 
 def mount(
@@ -67,7 +60,7 @@ def mount(
         registry = Registry(())
         registry.add_backend(beside)
     return connect_world(
-        BackendWorld(rank.index, len(rank.world.ranks), _Agreed(), 60.0),
+        BackendWorld(rank.index, len(rank.world.ranks), NoStore(), 60.0),
         LoadedBackend(backend, "simulator", ""),
         CommConfig(**{"headers_ahead": 2, **config}),
         registry=registry,

@@ -1,0 +1,142 @@
+"""The store as the ranks of one `connect` use it: asked with patience, and read to the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from commlayer.backend import World
+from commlayer.bootstrap.cards import Card, Failure, decode_card, encode
+from commlayer.bootstrap.launch import Generation, refusal
+from commlayer.bootstrap.patience import Helper, Late
+from commlayer.bootstrap.stores import describe
+from commlayer.errors import CommError, CommTimeout, ErrorKind
+
+T = TypeVar("T")
+
+FIRST_PAUSE = 0.002
+LONGEST_PAUSE = 0.05
+FAREWELL_SECONDS = 0.5
+"""How long a rank that gives up may take to say so: Ctrl-C is answered within a second."""
+_LEAST_SECONDS = 1.0
+"""A store that answers is asked to the end even where connect_timeout is shorter than that."""
+
+
+class Board:
+    """Where this rank leaves its card and reads those of others.
+
+    `absent` are the ranks that rank 0 is waiting for, as far as this rank knows, and `left`
+    the card of a rank 0 that has given up.  `told` is the error that came from another rank.
+    """
+
+    def __init__(self, world: World, generation: Generation) -> None:
+        self.world = world
+        self.generation = generation
+        self.card = Card.of(world.size, generation)
+        self.absent: list[int] = []
+        self.left: Card | None = None
+        self.told: CommError | None = None
+        self.published = False
+        self.store: Any = world.store
+        self._helper = Helper()
+
+    def ask(self, question: Callable[[Any], T]) -> T:
+        """Ask the store something; raises `CommError` where it does not answer."""
+        limit = max(_LEAST_SECONDS, self.world.remaining())
+        try:
+            return self._helper.call(lambda: question(self.store), limit)
+        except Late:
+            raise CommTimeout(
+                "connect",
+                f"{describe(self.store)} does not answer within {self.world.connect_timeout:g} s",
+                "See whether the process that serves it is stopped, and that the network is up",
+            ) from None
+        except CommError:
+            raise
+        except (RuntimeError, OSError) as error:
+            raise self.lost(error) from error
+
+    def set(self, key: str, value: bytes) -> None:
+        """Set `key` for all ranks; raises as `ask` does."""
+        self.ask(lambda store: store.set(key, value))
+
+    def lost(self, error: Exception) -> CommError:
+        """The error of a store that has ended; what rank 0 gave up for, where it has said so."""
+        gone = self.left.gone if self.left is not None else None
+        if gone is not None:
+            return self.tell(gone)
+        waiting = f"; rank {listed(self.absent)} of {self.world.size} had not come"
+        return CommError(
+            ErrorKind.PEER_LOST,
+            "connect",
+            f"{describe(self.store)} does not answer any more ({_first_line(error)}): rank 0, or "
+            f"the launcher that serves it, has ended{waiting if self.absent else ''}",
+            "See why it has ended, and connect again once it is back",
+        )
+
+    def publish(self, answers: bytes = b"") -> None:
+        """Leave this rank's card, which `answers` rank 0's."""
+        self.card = msgspec.structs.replace(self.card, answers=answers)
+        self.set(f"card/{self.world.rank}", encode(self.card))
+        self.published = True
+
+    def check_own(self, own: Card | None) -> None:
+        """Refuse to share a rank: only another live process overwrites this one's card."""
+        if own is None or own.nonce == self.card.nonce:
+            return
+        rank = self.world.rank
+        raise refusal(
+            f"two processes connect as rank {rank}: {self.card.who}, and {own.who}",
+            "Give every process another RANK, and every job another address (MASTER_PORT) or name",
+        )
+
+    def late(self, absent: list[int], note: str = "") -> CommTimeout:
+        """The error of a limit within which the `absent` ranks did not come."""
+        return CommTimeout(
+            "connect",
+            f"rank {listed(absent)} of {self.world.size} did not connect within "
+            f"{self.world.connect_timeout:g} s" + (f" ({note})" if note else ""),
+            "Start all ranks, each with the same `name`; see connect_timeout",
+        )
+
+    def tell(self, failure: Failure) -> CommError:
+        """The error that another rank has left."""
+        self.told = failure.error()
+        return self.told
+
+    def brief(self, question: Callable[[Any], T]) -> T:
+        """Ask the store something that matters to others only; raises `Late` after a moment."""
+        return self._helper.call(lambda: question(self.store), FAREWELL_SECONDS)
+
+    def close(self) -> None:
+        self._helper.close()
+
+
+def key(what: str, nonce: bytes) -> str:
+    return f"{what}/{nonce.hex()}"
+
+
+def read(store: Any, key: str) -> bytes:
+    """The value of `key`; empty where it is not set, because a plain ``get`` would wait."""
+    return bytes(store.get(key)) if store.check([key]) else b""
+
+
+def card_of(store: Any, rank: int) -> Card | None:
+    return decode_card(read(store, f"card/{rank}"))
+
+
+def rest(pause: float) -> float:
+    """Sleep, in the calling thread, which may be interrupted; the pause to make next."""
+    time.sleep(pause)
+    return min(LONGEST_PAUSE, pause * 1.5)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
