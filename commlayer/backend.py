@@ -67,7 +67,7 @@ class World:
     connect_timeout: float
     deadline: float = math.inf
     """When `connect_timeout` is over, by ``time.monotonic()``."""
-    caller: Callable[[Callable[[], Any]], Any] = _directly
+    _caller: Callable[[Callable[[], Any]], Any] = _directly
     """How `call` makes a call."""
 
     def remaining(self) -> float:
@@ -81,7 +81,7 @@ class World:
         other ranks fail of.  Raises what `function` raises, `CommTimeout` when
         connecting has taken too long, and what made another rank give up.
         """
-        return self.caller(function)  # type: ignore[no-any-return]
+        return self._caller(function)  # type: ignore[no-any-return]
 
     def client(self) -> Store:
         """A client of the store for one user alone: torch's serialise what they are asked.

@@ -52,7 +52,7 @@ class Rendezvous:
 
     def __init__(self, world: World, generation: Generation) -> None:
         deadline = min(world.deadline, time.monotonic() + world.connect_timeout)
-        self.world = replace(world, deadline=deadline, caller=self._call)
+        self.world = replace(world, deadline=deadline, _caller=self._call)
         self._board = Board(self.world, generation)
         self._round = b""
         """The nonce of rank 0 under which all have met; empty before."""
