@@ -13,7 +13,15 @@ from commlayer_testkit.conformance import Subject
 from commlayer_testkit.sim.lane import finish
 from commlayer_testkit.sim.mount_device import SimGroup, SimStreamBackend
 from commlayer_testkit.sim.operation import Operation, SimWork
-from commlayer_testkit.sim.profiles import ADVERSARY, GLOO, HCCL, MPI, NCCL, Profile
+from commlayer_testkit.sim.profiles import (
+    ADVERSARY,
+    GLOO,
+    HCCL,
+    HCCL_CONNECTED,
+    MPI,
+    NCCL,
+    Profile,
+)
 from commlayer_testkit.sim.rank import Rank
 from commlayer_testkit.sim.transport import SimBackend
 from torch import Tensor
@@ -354,7 +362,8 @@ MUTANTS = (
            _playing(GLOO, facts(GLOO.semantics, post_may_block=PostMayBlock.ALWAYS)),
            ("L1-post-returns",), "deadlock"),
     Mutant("device-posts-block", "declares `post_may_block` never on a device, and sends block",
-           _playing(HCCL, facts(HCCL.semantics, post_may_block=PostMayBlock.ALWAYS)),
+           _playing(HCCL_CONNECTED,
+                    facts(HCCL_CONNECTED.semantics, post_may_block=PostMayBlock.ALWAYS)),
            ("L1-post-returns",), "deadlock"),
     Mutant("wait-early", "the wait of a send returns at once",
            _on(ADVERSARY, SendWaitReturnsAtOnce), ("L1-wait-usable",),
@@ -428,7 +437,7 @@ MUTANTS = (
     Mutant("sends-not-ordered", "the native wait of a device send orders no stream",
            _on(NCCL, OnlyReceivesOrdered), ("L1-wait-usable",), "overwritten|use_after_free"),
     Mutant("large-not-ordered", "the native wait of a device send of 64 bytes orders no stream",
-           _on(HCCL, LargeNotOrdered), ("L1-completed-exact",),
+           _on(HCCL_CONNECTED, LargeNotOrdered), ("L1-completed-exact",),
            "overwritten|use_after_free"),
     Mutant("side-stream-not-ordered", "the native wait orders the default stream only",
            _on(HCCL, DefaultStreamOrdered), ("L1-alive",), "use_after_free|early_read|error"),

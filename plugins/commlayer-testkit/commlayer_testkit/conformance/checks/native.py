@@ -13,6 +13,7 @@ import torch
 
 from commlayer.backend import Endpoint
 from commlayer.backend import World as BackendWorld
+from commlayer.device.backend import StreamTransport
 from commlayer_testkit.conformance.bench import Bench
 from commlayer_testkit.conformance.checks.tools import until
 from commlayer_testkit.conformance.gates import (
@@ -34,10 +35,13 @@ LARGE = 1 << 20
 
 @contextmanager
 def endpoint(subject: Subject) -> Iterator[Endpoint]:
-    """One native communicator of all ranks of the run."""
+    """One native communicator of both ranks of the run."""
     world = BackendWorld(here.rank(), here.world_size(), here.store(), 20.0)
     transport = subject.loaded.backend.open(world, {})
-    made = transport.endpoint("conformance")
+    if isinstance(transport, StreamTransport):
+        made = transport.pair("conformance", 1 - here.rank())
+    else:
+        made = transport.endpoint("conformance")
     yield made
     here.meet("over")
     made.close()

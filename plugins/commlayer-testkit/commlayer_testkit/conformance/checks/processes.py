@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from commlayer.device.backend import StreamBackend
 from commlayer.errors import CommError, ErrorKind
 from commlayer_testkit.conformance.bench import Bench
 from commlayer_testkit.conformance.checks.tools import (
@@ -355,11 +356,15 @@ def busy_interpreter(bench: Bench) -> None:
 def settles(subject: Subject) -> tuple[int, int, int]:
     comm = connected(subject)
     peer = 1 - comm.rank
+    received = []
     for elements in (0, SMALL, LARGE):
         comm.isend(pattern(1, elements=elements), peer)
         comm.isend_object([pattern(2, elements=elements)], peer)
-        comm.irecv(None, peer)
-        comm.irecv_object(peer)
+        received += [comm.irecv(None, peer), comm.irecv_object(peer)]
+    if isinstance(subject.loaded.backend, StreamBackend):
+        # Receives of device memory are posted inside calls of the user: to ask is one.
+        until(lambda: all(each.is_completed() for each in received))
+    received.clear()
     until(lambda: not comm.ledger.snapshot().operations)
     snapshot = comm.ledger.snapshot()
     comm.close(LIMIT)
