@@ -113,6 +113,7 @@ test-cuda: $(CUDA_VENV)/.installed  ## Test the CUDA build of torch without a GP
 test-oneccl: $(VENV)/.development  ## Test oneCCL's own library on host memory, and the plugin beside Intel's extension (ONECCL_ARGS="-k order")
 	$(BIN)/python tests/oneccl_library/prepare.py $(ONECCL)
 	ONECCL_LIBRARY=$(CURDIR)/$(ONECCL) $(BIN)/python -m pytest -n 0 tests/oneccl_library $(ONECCL_ARGS)
+	$(BIN)/python tests/oneccl_library/certify.py $(ONECCL) $(ONECCL)/oneccl_cpu.json
 	$(MAKE) --no-print-directory $(IPEX_VENV)/.installed
 	$(IPEX_BIN)/python tests/oneccl_library/beside_extension.py
 
