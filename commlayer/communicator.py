@@ -428,7 +428,7 @@ class Communicator:
         """
         limit = checked_timeout(timeout)
         deadline = Deadline(self._connection.runtime.now, limit)
-        self.ledger.attend_all()
+        self.ledger.notice_all()
         for operation in self.ledger.pending_sends():
             if not self.ledger.wait(operation, deadline.remaining()):
                 pending = self.ledger.pending_sends()
@@ -541,9 +541,8 @@ class Communicator:
         return self._receive(operation, MessageClaim(operation, Kind.OBJECT))
 
     def _send(self, operation: Operation, outgoing: Outgoing) -> Handle:
-        lane = self._connection.send_lane(
-            operation.lane.channel, operation.lane.peer, operation.lane.tag
-        )
+        key = operation.lane
+        lane = self._connection.peers[key.peer].open_send_lane((key.channel, key.tag))
         self._admit(operation, outgoing)
         try:
             lane.post(operation, outgoing)
@@ -575,9 +574,8 @@ class Communicator:
         return MessageClaim(operation, kind, step, target, side.device.copy, at_most)
 
     def _receive(self, operation: Operation, claim: MessageClaim) -> Handle:
-        lane = self._connection.recv_lane(
-            operation.lane.channel, operation.lane.peer, operation.lane.tag
-        )
+        key = operation.lane
+        lane = self._connection.peers[key.peer].open_recv_lane((key.channel, key.tag))
         self.ledger.admit(operation)
         lane.claim(claim)
         return self._handle(operation)
@@ -656,7 +654,8 @@ class Communicator:
         for operation in operations:
             key = operation.lane
             try:
-                self._connection.send_lane(key.channel, key.peer, key.tag).post(operation, outgoing)
+                lane = self._connection.peers[key.peer].open_send_lane((key.channel, key.tag))
+                lane.post(operation, outgoing)
             except CommError as error:
                 self.ledger.fail(operation, error)
         return [self._handle(operation) for operation in operations]

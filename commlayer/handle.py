@@ -90,7 +90,7 @@ class OperationHandle:
 
     def is_completed(self) -> bool:
         if not self._operation.settled:
-            self._progress.attend(self._operation)
+            self._progress.notice(self._operation)
         return self._operation.settled
 
     def exception(self) -> CommError | None:

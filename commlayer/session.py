@@ -15,7 +15,6 @@ from commlayer.observe.observation import Observation
 from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.retention import DeviceHold, RetentionPolicy
 from commlayer.semantics import Semantics
-from commlayer.wire.tensors import Limits
 
 
 @dataclass
@@ -54,8 +53,7 @@ class Session:
         device = connection.device
         self.memory = Memory(backend, semantics, host_devices, device)
         self.encoder = Encoder(
-            limits=Limits.from_config(config),
-            inline_bytes=config.inline_bytes,
+            config=config,
             retention=retention,
             memory=self.memory,
             side=device,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from commlayer.config import CommConfig
 from commlayer.device.device import DeviceEvent, DeviceRuntime
 from commlayer.errors import About, CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
@@ -28,14 +29,14 @@ from commlayer.wire.frame import Kind, protocol_error
 from commlayer.wire.modes import outside_modes, uncompiled
 from commlayer.wire.reader import Incoming
 from commlayer.wire.storage import bytes_of
-from commlayer.wire.tensors import Limits, as_bytes, sendable
+from commlayer.wire.tensors import as_bytes, sendable
 from commlayer.wire.values import register
 
 if TYPE_CHECKING:
     from commlayer.progress.operation import Operation
     from commlayer.progress.runtime import Runtime
 
-_WHOLE = Limits(max_message_bytes=sys.maxsize)
+_WHOLE = CommConfig(max_message_bytes=sys.maxsize)
 """For tensors of which only a part is sent."""
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from commlayer.config import CommConfig
 from commlayer.wire.frame import LOOSE, Kind
 from commlayer.wire.message import Layouts, Outgoing
-from commlayer.wire.tensors import Limits
 from commlayer.wire.values import pack
 
 
@@ -43,7 +43,7 @@ def framed(
     **limits: Any,
 ) -> list[bytes]:
     """The native messages of a value, as bytes; `limits` are those of its sender."""
-    packed, tensors = pack(value, Limits(**limits), "")
+    packed, tensors = pack(value, CommConfig(**limits), "")
     return [bytes(m.tolist()) for m in messages(kind, tensors, packed, inline_bytes, sequence)]
 
 

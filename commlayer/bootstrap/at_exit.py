@@ -99,6 +99,6 @@ def _after_fork() -> None:
         "Connect anew in the child, or use the spawn start method",
     )
     for session, natives in _sessions.values():
-        session.connection.forsake(error)
+        session.connection.close_after_fork(error)
         _leak((session, natives))
     _sessions.clear()

@@ -24,22 +24,21 @@ from commlayer.device.backend import StreamBackend
 from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ErrorKind
 from commlayer.lanes.connection import Connection
-from commlayer.lanes.context import Ahead
-from commlayer.liveness.meeting import Link, Meeting
+from commlayer.lanes.context import Prefetch
+from commlayer.liveness.meeting import Meeting, PeerLink
 from commlayer.observe.observation import Observation
 from commlayer.progress.choose import choose_progress
-from commlayer.progress.ledger import Bounds, Ledger
+from commlayer.progress.ledger import Ledger
 from commlayer.progress.policies import check_sound
 from commlayer.progress.reaping import ReapingPolicy, reaping_policy
 from commlayer.progress.retention import RetentionPolicy, retention_policy
-from commlayer.progress.runtime import Event, Runtime, ThreadRuntime
+from commlayer.progress.runtime import Runtime, ThreadRuntime
 from commlayer.progress.serialized import SerializedEndpoint
 from commlayer.registry import LoadedBackend, Registry, default_registry
 from commlayer.semantics import Order, PostMayBlock, Semantics, Threads, WaitBlocks
 from commlayer.session import Session
 from commlayer.wire.frame import WIRE_VERSION
 from commlayer.wire.tags import TagMap
-from commlayer.wire.tensors import Limits
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -141,7 +140,7 @@ def connect_world(
     progress = choose_progress(config.progress, host.semantics, runtime, host.name, direct=direct)
     tags = TagMap(config.channels)
     serial = _serial(host.semantics)
-    ahead = Ahead(1, 0) if serial else Ahead(config.headers_ahead, config.payloads_ahead)
+    prefetch = Prefetch(1, 0) if serial else Prefetch(config.headers_ahead, config.payloads_ahead)
     machine, pid = Hello.whereabouts()
     hello = Hello(
         wire_version=WIRE_VERSION,
@@ -150,15 +149,15 @@ def connect_world(
         inline_bytes=config.inline_bytes,
         allow_pickle=config.allow_pickle,
         facts=semantics,
-        headers_ahead=ahead.headers,
-        payloads_ahead=ahead.slots,
+        headers_ahead=prefetch.headers,
+        payloads_ahead=prefetch.slots,
         version=_version(),
         host=machine,
         pid=pid,
     )
     with ExitStack() as stack:
         hellos = dict.fromkeys(range(world.size), hello)
-        links: dict[int, Link] = {}
+        links: dict[int, PeerLink] = {}
         if not simulated:
             rendezvous = stack.enter_context(Rendezvous(world, generation))
             world, hellos, links = stack.enter_context(_met(rendezvous, hello, config))
@@ -168,22 +167,7 @@ def connect_world(
         endpoint = _endpoint(transport, host.semantics, runtime)
         device: DeviceSide | None = None
 
-        def block(event: Event, timeout: float | None) -> bool:
-            return (progress if device is None else device).block(event, timeout)
-
-        ledger = Ledger(
-            runtime,
-            reaping,
-            Bounds(
-                config.max_inflight_ops,
-                config.max_inflight_bytes,
-                config.on_full,
-                config.full_timeout,
-            ),
-            block=block,
-            drive=progress.drive,
-            attend=progress.attend,
-        )
+        ledger = Ledger(runtime, reaping, config, progress)
         if isinstance(backend, StreamBackend):
             device = DeviceSide(
                 backend.open(world, options),
@@ -200,18 +184,15 @@ def connect_world(
             runtime=runtime,
             ledger=ledger,
             progress=progress,
-            limits=Limits.from_config(config),
-            inline_bytes=config.inline_bytes,
-            unclaimed=config.unclaimed_messages,
+            config=config,
             serial=serial,
-            ahead=ahead,
-            peers_ahead={
-                rank: Ahead(hello.headers_ahead, hello.payloads_ahead)
+            prefetch=prefetch,
+            peers_prefetch={
+                rank: Prefetch(hello.headers_ahead, hello.payloads_ahead)
                 for rank, hello in hellos.items()
             },
             device=device,
             links=links,
-            peer_timeout=config.peer_timeout,
         )
 
         def release() -> None:
@@ -252,7 +233,7 @@ def connect_world(
 @contextmanager
 def _met(
     rendezvous: Rendezvous, hello: Hello, config: CommConfig
-) -> Iterator[tuple[World, dict[int, Hello], dict[int, Link]]]:
+) -> Iterator[tuple[World, dict[int, Hello], dict[int, PeerLink]]]:
     """The ranks have met: the world that they share, what they say, their liveness connections.
 
     A ``with`` block that fails closes the latter.

@@ -12,10 +12,10 @@ from torch import Tensor
 from commlayer.backend import Endpoint
 from commlayer.device.device import DeviceEvent, DeviceRuntime
 from commlayer.errors import CommError
-from commlayer.progress.engine import NativeWork, Procedure, Wait
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.polling import PollingProgress
+from commlayer.progress.procedure import NativeWork, Procedure, Wait
 from commlayer.progress.retention import DeviceHold
 from commlayer.progress.runtime import Runtime
 from commlayer.semantics import OperationSemantics, PostMayBlock, WaitBlocks
@@ -201,7 +201,7 @@ class DeviceLane(Endpoint):
         if not part.host_payload:
             part.work = work
         self._wake.set()
-        self._side.progress.wake()
+        self._side.progress.poll_soon()
         self._side.notify()
 
     def poll(self, work: StreamWork) -> bool:

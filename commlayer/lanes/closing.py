@@ -1,48 +1,59 @@
-"""How two ranks part: what each still owes the other, and a goodbye on every lane."""
+"""How two ranks part: what each still owes the other, and a goodbye on every lane.
+
+A receive that is posted cannot be withdrawn, and a transport that is released with one
+posted aborts or hangs.  So a rank does not simply stop: it tells its peer which lanes it
+receives on, and the peer ends each of them with a goodbye, the last message, which completes
+whatever is posted.  In turn it takes in what the peer has sent and it does not want.  Either
+side may begin, or both at once; a `Bye` and a `ByeAck` say the same things.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 from commlayer.errors import CommError, CommTimeout, ErrorKind, connection_with
+from commlayer.lanes.context import LaneContext
+from commlayer.lanes.peer import Peer
 from commlayer.lanes.sending import SendLane
 from commlayer.progress.deadline import Deadline
-from commlayer.progress.engine import Driven
+from commlayer.progress.ledger import Block
 from commlayer.progress.operation import Operation
+from commlayer.progress.procedure import Driven
 from commlayer.wire.control import Bye, ByeAck, LaneName, Taken
 from commlayer.wire.tags import CONTROL_LANE
 
-if TYPE_CHECKING:
-    from commlayer.lanes.connection import Connection, Peer
-
 logger = logging.getLogger("commlayer")
 
+_FAREWELL = 1.0
+"""Seconds of the limit that are kept for parting, after sends were waited for; a quarter of a
+limit below 4 s."""
 
-class Parting:
+
+class Closing:
     """The closing of a connection, and the answer to a peer that closes.
 
-    Methods may be called from any thread, progress drivers included; `end` once.
+    Methods may be called from any thread, progress drivers included; `run` once.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, peers: Mapping[int, Peer], context: LaneContext, block: Block) -> None:
+        """`block` is how a thread waits for an event."""
+        self._peers = peers
+        self._context = context
+        self._block = block
         self._told: set[int] = set()
         """Ranks that were sent a goodbye."""
-        self._announced: dict[int, set[LaneName]] = {rank: set() for rank in connection.peers}
+        self._announced: dict[int, set[LaneName]] = {rank: set() for rank in peers}
         """Lanes on which a rank was told to await one."""
 
-    def heard(self, peer: Peer, message: Bye | ByeAck) -> None:
+    def hear(self, peer: Peer, message: Bye | ByeAck) -> None:
         """Act on the goodbye of `peer`, or on its answer to this rank's."""
-        connection = self._connection
         if isinstance(message, Bye):
             self._answer(peer, message)
         self._part(peer, message)
-        connection.parted_from(peer)
+        peer.part()
 
     def _answer(self, peer: Peer, message: Bye) -> None:
-        connection = self._connection
         error = CommError(
             ErrorKind.CLOSED,
             connection_with(peer.rank),
@@ -50,7 +61,7 @@ class Parting:
             "Receive everything before closing, or stop sending before the peer closes",
         )
         self._keep(peer, message.sent)
-        with connection.lock:
+        with peer.lock:
             peer.error = peer.error or error
             lanes = list(peer.sends.items())
         taken = dict(message.receives)
@@ -59,20 +70,20 @@ class Parting:
             if name != CONTROL_LANE:
                 lane.fail(error, stuck=False, since=taken.get(name, 0))
         self._announced[peer.rank].update(pending)
-        connection.post_control(peer, ByeAck(self._open_receives(peer), pending))
+        peer.post_control(ByeAck(self._open_receives(peer), pending))
 
     def _keep(self, peer: Peer, sent: Iterable[LaneName]) -> None:
         """Listen to lanes that hold messages nobody has asked for, unless this rank closes too."""
-        connection = self._connection
         for name in sent:
-            if connection.closed is not None:
+            if peer.closed is not None:
                 return
-            lane = connection.recv_lane_of(peer, name)
-            if connection.closed is not None:
-                lane.sink(connection.closed)
+            lane = peer.recv_lane(name)
+            # Again: this rank may have begun to close before it saw the new lane.
+            if peer.closed is not None:
+                lane.discard(peer.closed)
 
     def _open_receives(self, peer: Peer) -> tuple[Taken, ...]:
-        with self._connection.lock:
+        with peer.lock:
             lanes = list(peer.receives.items())
         return tuple(
             (name, lane.taken) for name, lane in lanes if lane.open and name != CONTROL_LANE
@@ -80,14 +91,13 @@ class Parting:
 
     def _part(self, peer: Peer, message: Bye | ByeAck) -> None:
         """End every lane with a goodbye where the peer listens, and expect the peer's."""
-        connection = self._connection
-        error = connection.closed or peer.error
+        error = peer.refusal
         assert error is not None
-        with connection.lock:
+        with peer.lock:
             sends = list(peer.sends.items())
             receives = list(peer.receives.items())
         for name in message.sends:
-            connection.recv_lane_of(peer, name).sink(error)
+            peer.recv_lane(name).discard(error)
         for name, receiving in receives:
             if name not in message.sends:
                 receiving.expect_goodbye()
@@ -99,46 +109,47 @@ class Parting:
         )
         listening.discard(CONTROL_LANE)
         for name in listening:
-            self._say_goodbye(connection.send_lane_of(peer, name), error)
+            self._say_goodbye(peer, peer.send_lane(name), error)
         for name, lane in sends:
             if name not in listening and name != CONTROL_LANE:
                 lane.finish(None, error)
-        self._say_goodbye(connection.send_lane_of(peer, CONTROL_LANE), error)
+        self._say_goodbye(peer, peer.send_lane(CONTROL_LANE), error)
 
-    def _say_goodbye(self, lane: SendLane, why: CommError) -> None:
+    def _say_goodbye(self, peer: Peer, lane: SendLane, why: CommError) -> None:
         try:
-            lane.finish(self._connection.unlisted("goodbye", lane.key), why)
+            lane.finish(peer.internal_operation("goodbye", lane.key), why)
         except CommError as error:
             logger.debug("commlayer: no goodbye %s: %s", lane.key, error)
 
-    def end(self, closed: CommError, timeout: float) -> bool:
+    def run(self, closed: CommError, timeout: float) -> bool:
         """Drain, part from every peer, and end every lane, within `timeout` seconds.
 
         True if every lane has ended.  Raises `CommError` (CLOSED) naming what is
         undelivered, or `CommTimeout` naming peers that did not answer.
         """
-        connection = self._connection
-        peers, runtime, device = connection.peers.values(), connection.runtime, connection.device
+        peers, context = self._peers.values(), self._context
+        runtime, device = context.runtime, context.device
         deadline = Deadline(runtime.now, timeout)
         for peer in peers:
             for lane in list(peer.sends.values()):
                 if lane.key.name != CONTROL_LANE:
                     lane.refuse(closed)
-        undelivered = self._drain(Deadline(runtime.now, timeout - min(1.0, timeout / 4)))
+        undelivered = self._drain(Deadline(runtime.now, timeout - min(_FAREWELL, timeout / 4)))
         for peer in peers:
             self._say_bye(peer, closed)
-        connection.advance()
+        if device is not None:
+            device.advance()
         silent = []
         for peer in peers:
-            if not connection.block(peer.parted, deadline.remaining()):
+            if not self._block(peer.parted, deadline.remaining()):
                 silent.append(peer.rank)
-        ended = connection.progress.join(self._lanes(silent), deadline)
+        ended = context.progress.join(self._lanes(silent), deadline)
         if device is not None:
             device.advance()
             present = {peer.rank for peer in peers if not peer.lost} - set(silent)
             ended &= device.join(present, deadline)
             device.stop()
-        connection.progress.stop()
+        context.progress.stop()
         if undelivered:
             raise CommError(
                 ErrorKind.CLOSED,
@@ -157,20 +168,19 @@ class Parting:
 
     def _drain(self, deadline: Deadline) -> list[Operation]:
         """Wait for all pending sends; those undelivered at `deadline`, or when the peer closed."""
-        ledger = self._connection.ledger
+        ledger = self._context.ledger
         pending = ledger.pending_sends()
-        ledger.attend_all()
+        ledger.notice_all()
         for operation in pending:
             ledger.wait(operation, deadline.remaining())
         return [each for each in pending if not each.settled or _refused(each)]
 
     def _say_bye(self, peer: Peer, closed: CommError) -> None:
-        connection = self._connection
-        with connection.lock:
+        with peer.lock:
             receives = [lane for name, lane in peer.receives.items() if name != CONTROL_LANE]
             sends = list(peer.sends.items())
         for receiving in receives:
-            receiving.sink(closed)
+            receiving.discard(closed)
         if peer.error is not None or peer.rank in self._told:
             return
         self._told.add(peer.rank)
@@ -186,12 +196,12 @@ class Parting:
             for name, lane in sends
             if lane.posted and not lane.stuck and name not in (*pending, CONTROL_LANE)
         )
-        connection.post_control(peer, Bye(self._open_receives(peer), pending, sent))
+        peer.post_control(Bye(self._open_receives(peer), pending, sent))
 
     def _lanes(self, silent: Iterable[int]) -> list[Driven]:
         return [
             lane
-            for peer in self._connection.peers.values()
+            for peer in self._peers.values()
             if not peer.lost and peer.rank not in silent
             for lane in peer.lanes()
             if not lane.stuck
@@ -199,8 +209,7 @@ class Parting:
 
     def _stuck(self) -> bool:
         return any(
-            peer.lost or any(lane.stuck for lane in peer.lanes())
-            for peer in self._connection.peers.values()
+            peer.lost or any(lane.stuck for lane in peer.lanes()) for peer in self._peers.values()
         )
 
 

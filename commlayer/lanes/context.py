@@ -1,10 +1,12 @@
-"""What all lanes of one connection share."""
+"""What all lanes of one connection share, and what a lane needs of the peer it belongs to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
+from commlayer.backend import Endpoint
+from commlayer.config import CommConfig
 from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.engine import ProgressEngine
@@ -12,43 +14,56 @@ from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import LaneKey
 from commlayer.progress.runtime import Runtime
 from commlayer.wire.tags import CONTROL_LANE
-from commlayer.wire.tensors import Limits
 
 
 @dataclass(frozen=True)
-class Ahead:
+class Prefetch:
     """What a rank receives ahead of its use, on every lane: headers, and slots of payload."""
 
     headers: int
     slots: int
 
-    def on(self, key: LaneKey) -> Ahead:
+    def on(self, key: LaneKey) -> Prefetch:
         """As it is on lane `key`: the library's own lane has one header and no payload."""
-        return Ahead(1, 0) if key.name == CONTROL_LANE else self
+        return Prefetch(1, 0) if key.name == CONTROL_LANE else self
 
 
 @dataclass(frozen=True)
 class LaneContext:
     """What all lanes of one connection share.
 
-    `serial` lanes have one native operation outstanding at a time and post from
-    their driver, never from the caller.  `ahead` is what this rank receives
-    ahead, `peers_ahead` what each other rank does.  `peer_failed` is told of a
-    native error, `lane_broken` of a message that cannot be trusted.
+    `serial` lanes have one native operation outstanding at a time and post from their
+    driver, never from the caller.  `prefetch` is what this rank receives ahead.
     """
 
+    endpoint: Endpoint
     runtime: Runtime
     ledger: Ledger
     progress: ProgressEngine
-    limits: Limits
-    inline_bytes: int
-    unclaimed: int
+    config: CommConfig
     serial: bool
-    ahead: Ahead
-    peers_ahead: dict[int, Ahead]
-    peer_failed: Callable[[int, Exception], CommError]
-    lane_broken: Callable[[LaneKey, CommError], None]
+    prefetch: Prefetch
     device: DeviceSide | None = None
+
+
+class LaneOwner(Protocol):
+    """The peer at the other end of a lane, as the lane sees it."""
+
+    @property
+    def prefetch(self) -> Prefetch:
+        """What the peer receives ahead."""
+        ...
+
+    def transport_failed(self, cause: Exception) -> CommError:
+        """Report the failure of a native operation: every lane with the peer fails with it.
+
+        Returns the error for the operation.
+        """
+        ...
+
+    def lane_broken(self, key: LaneKey, error: CommError) -> None:
+        """Report a message that cannot be trusted: nothing more is received on its lane."""
+        ...
 
 
 def driver_died(name: str, error: BaseException) -> CommError:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from commlayer.config import CommConfig
 from commlayer.device.reach import Memory
 from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ErrorKind
@@ -15,7 +16,7 @@ from commlayer.progress.operation import Operation
 from commlayer.progress.retention import RetentionPolicy
 from commlayer.wire.frame import Kind, Placement
 from commlayer.wire.message import Layout, Layouts, Outgoing
-from commlayer.wire.tensors import Limits, as_bytes, sendable
+from commlayer.wire.tensors import as_bytes, check_size, sendable
 from commlayer.wire.values import pack
 
 
@@ -30,14 +31,13 @@ class Encoder:
     def __init__(
         self,
         *,
-        limits: Limits,
-        inline_bytes: int,
+        config: CommConfig,
         retention: RetentionPolicy,
         memory: Memory,
         side: DeviceSide | None,
     ) -> None:
-        self._limits = limits
-        self._layouts = Layouts(inline_bytes, None if side is None else side.device.holds)
+        self._config = config
+        self._layouts = Layouts(config.inline_bytes, None if side is None else side.device.holds)
         self._retention = retention
         self._memory = memory
         self._side = side
@@ -46,7 +46,7 @@ class Encoder:
         self, operation: Operation, tensor: Tensor, step: int = -1, at_most: int = -1
     ) -> Outgoing:
         """The message of one tensor."""
-        tensors = [sendable(tensor, operation, self._limits)]
+        tensors = [sendable(tensor, operation, self._config)]
         return self._encode(operation, Kind.TENSOR, tensors, b"", step, at_most)
 
     def value(
@@ -62,7 +62,7 @@ class Encoder:
                     return self._message(operation, layout, flat.tensors, packed, step)
                 key = flat.key
             check_dict(value, operation)
-        packed, tensors = pack(value, self._limits, operation)
+        packed, tensors = pack(value, self._config, operation)
         outgoing = self._encode(operation, kind, tensors, packed, step, at_most)
         if key is not None:
             self._layouts.learn(key, outgoing.layout, packed)
@@ -83,14 +83,14 @@ class Encoder:
             self._check_declared(tensors, at_most, operation)
         reserved = at_most >= 0 and self._side is not None
         layout = self._layouts.place(kind, tensors, at_most, reserved)
-        self._limits.check_size(max(layout.tensor_bytes, at_most), operation)
+        check_size(max(layout.tensor_bytes, at_most), operation, self._config)
         header_bytes = layout.header_bytes + len(packed)
-        if header_bytes > self._limits.max_header_bytes:
+        if header_bytes > self._config.max_header_bytes:
             raise CommError(
                 ErrorKind.UNSUPPORTED,
                 operation.describe(),
                 f"a header of {header_bytes} bytes exceeds max_header_bytes = "
-                f"{self._limits.max_header_bytes}",
+                f"{self._config.max_header_bytes}",
                 "Send fewer tensors at once, or raise the limit on all ranks",
             )
         return self._message(operation, layout, tensors, packed, step)

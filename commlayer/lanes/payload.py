@@ -12,7 +12,7 @@ from torch import Tensor
 from commlayer.backend import Endpoint
 from commlayer.errors import About, CommError, ErrorKind
 from commlayer.progress.claim import Claim
-from commlayer.progress.engine import NativeWork, Procedure
+from commlayer.progress.procedure import NativeWork, Procedure
 from commlayer.wire.reader import Incoming
 from commlayer.wire.schemas import Schema
 from commlayer.wire.tensors import TensorMeta, as_bytes, from_meta

@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from commlayer.backend import Endpoint
 from commlayer.device.payload import ReceivePayload
 from commlayer.errors import CommError, ErrorKind, OperationRef
-from commlayer.lanes.context import LaneContext, driver_died
+from commlayer.lanes.context import LaneContext, LaneOwner, driver_died
 from commlayer.lanes.payload import PayloadReceiver
 from commlayer.progress.claim import Claim
-from commlayer.progress.engine import NativeWork, Procedure, Wait
 from commlayer.progress.operation import LaneKey, Operation
+from commlayer.progress.procedure import NativeWork, Procedure, Wait
 from commlayer.wire.frame import (
     LOOSE,
     PREFIX_BYTES,
@@ -57,34 +56,37 @@ class RecvLane:
     """Takes in the messages of one peer and hands them to claims in order.
 
     Lanes are independent: one that nobody reads holds up no other.  At most
-    `unclaimed` complete messages are taken in before they are asked for, beside
+    ``unclaimed_messages`` complete messages are taken in before they are asked for, beside
     those that fit the header receives posted ahead; payload that is not inline
     is received only when it is asked for, at most one message of each slot ahead.
     """
 
-    def __init__(self, context: LaneContext, endpoint: Endpoint, key: LaneKey, tag: int) -> None:
+    def __init__(self, context: LaneContext, owner: LaneOwner, key: LaneKey, tag: int) -> None:
         self.key = key
         self.name = f"recv {key}"
         self._where = OperationRef(f"receive {key}", "receive", key.peer, key.channel, key.tag)
         self._context = context
-        self._endpoint = endpoint
+        self._owner = owner
+        self._endpoint = context.endpoint
         self._tag = tag
-        self._posting_ahead = context.ahead.on(key)
+        self._prefetch = context.prefetch.on(key)
         self._lock = context.runtime.lock()
         self._wake = context.runtime.event()
         self._claims: deque[Claim] = deque()
         self._arrived: deque[Incoming] = deque()
         self._current: Claim | None = None
         self._taken = 0
-        self._sinking = False
-        self._unthrottled = False
+        self._discarding = False
+        self._closing = False
         self._error: CommError | None = None
         self._ended = False
         self._posted: deque[_PostedHeader] = deque()
-        self._payload = PayloadReceiver(endpoint, self._receive, context.serial, self._where)
+        self._payload = PayloadReceiver(
+            context.endpoint, self._receive, context.serial, self._where
+        )
         device = context.device
         self._reader = HeaderReader(
-            context.limits, self._where, self._posting_ahead.slots, device is not None
+            context.config, self._where, self._prefetch.slots, device is not None
         )
         self._device_payload = (
             None
@@ -116,17 +118,17 @@ class RecvLane:
     @property
     def wanted(self) -> bool:
         """Whether somebody has asked for what comes next, or the lane is to end."""
-        return bool(self._claims) or self._current is not None or self._sinking or self._unthrottled
+        return bool(self._claims) or self._current is not None or self._discarding or self._closing
 
     def start(self) -> None:
         """Post the first header receives.  Called once."""
         self._context.progress.start(self)
 
-    def attend(self, operation: Operation) -> None:
+    def notice(self, sequence: int) -> None:
         """Nothing: what was claimed is received as soon as it comes."""
 
-    def hurry(self) -> None:
-        """Nothing: see `attend`."""
+    def wake(self) -> None:
+        """Nothing: see `notice`."""
 
     def claim(self, claim: Claim) -> None:
         """Ask for the next message; the operation settles when it is here or cannot come."""
@@ -153,12 +155,12 @@ class RecvLane:
             self._context.ledger.fail(claim.operation, error)
             return
         self._wake.set()
-        self._context.progress.nudge(self)
+        self._context.progress.wake(self)
 
     def steps(self) -> Procedure:
         try:
-            inline_bytes = 0 if self.key.name == CONTROL_LANE else self._context.inline_bytes
-            for _ in range(self._posting_ahead.headers):
+            inline_bytes = 0 if self.key.name == CONTROL_LANE else self._context.config.inline_bytes
+            for _ in range(self._prefetch.headers):
                 self._post_header(_Header(capacity(inline_bytes)))
             while True:
                 header, work = self._posted[0]
@@ -190,7 +192,7 @@ class RecvLane:
         except MemoryError:
             self._break(protocol_error(self._where, "this rank has no memory to read a header"))
         except Exception as error:
-            self._context.peer_failed(self.key.peer, error)
+            self._owner.transport_failed(error)
 
     def _post_header(self, header: _Header) -> None:
         self._posted.append(_PostedHeader(header, self._receive(header.tensor, 0)))
@@ -233,8 +235,8 @@ class RecvLane:
     def _throttle(self) -> Generator[Wait, None, None]:
         while True:
             with self._lock:
-                free = len(self._arrived) < self._context.unclaimed
-                if free or self._sinking or self._unthrottled:
+                free = len(self._arrived) < self._context.config.unclaimed_messages
+                if free or self._discarding or self._closing:
                     return
                 self._wake.clear()
             yield Wait(self._wake)
@@ -246,7 +248,7 @@ class RecvLane:
                 if self._claims:
                     self._current = self._claims.popleft()
                     return self._current
-                if self._sinking:
+                if self._discarding:
                     return None
                 self._wake.clear()
             yield Wait(self._wake)
@@ -254,7 +256,7 @@ class RecvLane:
     def _hand_over(self, incoming: Incoming, claim: Claim | None = None) -> None:
         with self._lock:
             self._current = None
-            if claim is None and not self._sinking:
+            if claim is None and not self._discarding:
                 if not self._claims:
                     self._arrived.append(incoming)
                     return
@@ -291,10 +293,10 @@ class RecvLane:
         return True
 
     def _device_failed(self, error: Exception) -> None:
-        self._context.peer_failed(self.key.peer, error)
+        self._owner.transport_failed(error)
 
     def _lost(self, claim: Claim, error: Exception) -> None:
-        self._context.ledger.fail(claim.operation, self._context.peer_failed(self.key.peer, error))
+        self._context.ledger.fail(claim.operation, self._owner.transport_failed(error))
 
     def _build(self, claim: Claim, incoming: Incoming) -> Any:
         """What `claim` yields; where that cannot be made, its operation fails."""
@@ -333,7 +335,7 @@ class RecvLane:
         error = CommError(error.kind, error.about or error.operation, error.cause, cure)
         self.stuck = bool(self._posted) or self._payload.pending
         self.fail(error)
-        self._context.lane_broken(self.key, error)
+        self._owner.lane_broken(self.key, error)
 
     def fail(self, error: CommError) -> None:
         """Fail every claim, now and later; messages that are here already can still be claimed."""
@@ -351,11 +353,11 @@ class RecvLane:
     def expect_goodbye(self) -> None:
         """Take in whatever comes until the goodbye, however much is unclaimed."""
         with self._lock:
-            self._unthrottled = True
+            self._closing = True
         self._wake.set()
-        self._context.progress.nudge(self)
+        self._context.progress.wake(self)
 
-    def sink(self, error: CommError) -> None:
+    def discard(self, error: CommError) -> None:
         """Fail every claim with `error` and throw away what comes from now on until the goodbye.
 
         Messages that are here already can still be claimed, those with payload on
@@ -363,11 +365,11 @@ class RecvLane:
         """
         self.fail(error)
         with self._lock:
-            self._sinking = True
+            self._discarding = True
             if self._device_payload is not None:
                 self._discard_arrived(self._device_payload)
         self._wake.set()
-        self._context.progress.nudge(self)
+        self._context.progress.wake(self)
 
     def _discard_arrived(self, payload: ReceivePayload) -> None:
         """Throw away what arrived, from the first message with payload on a device on."""

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from commlayer.backend import Endpoint
 from commlayer.device.payload import SendPayload
 from commlayer.errors import CommError
-from commlayer.lanes.context import LaneContext, driver_died
-from commlayer.progress.engine import NativeWork, Procedure, Wait
+from commlayer.lanes.context import LaneContext, LaneOwner, driver_died
 from commlayer.progress.operation import LaneKey, Operation
+from commlayer.progress.procedure import NativeWork, Procedure, Wait
 from commlayer.wire.frame import LOOSE, Kind
 from commlayer.wire.message import Outgoing, plain
 from commlayer.wire.schemas import SentSchemas
@@ -27,7 +26,7 @@ _LINGERS = 5
 woken."""
 
 
-class _Posted(NamedTuple):
+class _InFlight(NamedTuple):
     """A message on its way: what is still to be completed, and what must live until then.
 
     `entries` are native works, or on serial lanes what is still to be posted.
@@ -45,31 +44,32 @@ class SendLane:
     post is theirs to fix.  No lock is held over a native call: of several
     threads one posts for all.
 
-    The driver is woken for operations that somebody waits for (`attend`), and
+    The driver is woken for operations that somebody waits for (`notice`), and
     otherwise looks after what was posted every now and then: a wake-up costs
     more than a send.
     """
 
-    def __init__(self, context: LaneContext, endpoint: Endpoint, key: LaneKey, tag: int) -> None:
+    def __init__(self, context: LaneContext, owner: LaneOwner, key: LaneKey, tag: int) -> None:
         self.key = key
         self.name = f"send {key}"
         self._context = context
-        self._endpoint = endpoint
+        self._owner = owner
+        self._endpoint = context.endpoint
         self._tag = tag
-        self._ahead = context.peers_ahead[key.peer].on(key)
-        self._schemas = SentSchemas(self._ahead.slots)
-        self._linger = _LINGER if context.progress.lingers and not context.serial else 0.0
+        self._prefetch = owner.prefetch.on(key)
+        self._schemas = SentSchemas(self._prefetch.slots)
+        self._linger = _LINGER if context.progress.batches and not context.serial else 0.0
         self._lock = context.runtime.lock()
         self._wake = context.runtime.event()
-        self._outbox: deque[_Posted] = deque()
+        self._outbox: deque[_InFlight] = deque()
         self._posting = False
-        self._queue: deque[_Posted] = deque()
+        self._queue: deque[_InFlight] = deque()
         self._stranded: list[Any] = []
         device = context.device
         self._payload = None if device is None else SendPayload(device, key, self._device_failed)
         self._current: Operation | None = None
         self._sequence = 0
-        self._attended = -1
+        self._noticed = -1
         self._idle = True
         self._started = False
         self._finishing = False
@@ -143,7 +143,7 @@ class SendLane:
         operation.sequence = self._sequence
         self._sequence += 1
         operation.retained = messages
-        self._outbox.append(_Posted(operation, deque(), messages))
+        self._outbox.append(_InFlight(operation, deque(), messages))
         mine = not self._posting
         self._posting = True
         return mine
@@ -172,7 +172,7 @@ class SendLane:
             if start:
                 self._context.progress.start(self)
 
-    def _post_native(self, posted: _Posted) -> BaseException | None:
+    def _post_native(self, posted: _InFlight) -> BaseException | None:
         if self._context.serial:
             posted.entries.extend(posted.messages)
             return None
@@ -185,9 +185,9 @@ class SendLane:
             return error
         return None
 
-    def _post_failed(self, posted: _Posted, failure: BaseException, mine: Operation) -> None:
+    def _post_failed(self, posted: _InFlight, failure: BaseException, mine: Operation) -> None:
         cause = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
-        error = self._context.peer_failed(self.key.peer, cause)
+        error = self._owner.transport_failed(cause)
         if posted.operation is not mine:
             self._context.ledger.fail(posted.operation, error, quarantine=True)
         elif isinstance(failure, Exception):
@@ -204,21 +204,21 @@ class SendLane:
         except Exception as error:
             # The transport may have begun to read it.
             self._stranded.append((operation, outgoing))
-            raise self._context.peer_failed(self.key.peer, error) from error
+            raise self._owner.transport_failed(error) from error
 
     def _device_failed(self, error: Exception) -> None:
-        self._context.peer_failed(self.key.peer, error)
+        self._owner.transport_failed(error)
 
-    def attend(self, operation: Operation) -> None:
-        """Complete `operation`, and whatever else is posted by now, as soon as it can be.
+    def notice(self, sequence: int) -> None:
+        """Complete number `sequence`, and whatever else is posted by now, as soon as it can be.
 
         All of them, because one wake-up then serves whoever waits for the next.
         """
-        if operation.sequence > self._attended:
-            self._attended = self._sequence - 1
+        if sequence > self._noticed:
+            self._noticed = self._sequence - 1
 
-    def hurry(self) -> None:
-        """Have the driver look at what is to be attended."""
+    def wake(self) -> None:
+        """Have the driver look at what is to be noticed."""
         self._wake.set()
 
     def steps(self) -> Procedure:
@@ -234,12 +234,12 @@ class SendLane:
                     quiet += 1
             quiet = 0
             self._idle = False
-            if self._unattended():
+            if self._unnoticed():
                 self._wake.clear()
-                if self._unattended():
+                if self._unnoticed():
                     yield Wait(self._wake, self._linger)
-                if self._unattended():
-                    self._attended = self._sequence - 1
+                if self._unnoticed():
+                    self._noticed = self._sequence - 1
             posted = self._queue.popleft()
             self._current = posted.operation
             try:
@@ -254,7 +254,7 @@ class SendLane:
                     yield step
                     del step
             except Exception as error:
-                self._context.peer_failed(self.key.peer, error)
+                self._owner.transport_failed(error)
                 return
             self._current = None
             operation = posted.operation
@@ -263,12 +263,12 @@ class SendLane:
             del operation
             yield None
 
-    def _unattended(self) -> bool:
+    def _unnoticed(self) -> bool:
         """Whether nobody asks for the oldest send."""
         return (
             self._linger > 0
             and not self._finishing
-            and self._queue[0].operation.sequence > self._attended
+            and self._queue[0].operation.sequence > self._noticed
         )
 
     def fail(self, error: CommError, *, stuck: bool, since: int = 0) -> None:
@@ -289,7 +289,7 @@ class SendLane:
             self.stuck |= stuck and bool(pending)
         for operation in pending:
             self._context.ledger.fail(operation, error.again(), quarantine=True)
-        self._attended = self._sequence - 1
+        self._noticed = self._sequence - 1
         self._wake.set()
 
     def refuse(self, error: CommError) -> None:
@@ -314,7 +314,7 @@ class SendLane:
         """The last message, and fillers for everything that the peer has posted ahead."""
         outgoing = plain(Kind.GOODBYE) if self._payload is None else self._payload.goodbye()
         head, _ = outgoing.head(self._sequence, slot=0)
-        messages = [(head, self._tag), *_fillers(self._ahead.headers - 1, self._tag)]
+        messages = [(head, self._tag), *_fillers(self._prefetch.headers - 1, self._tag)]
         for slot, count in self._schemas.in_use():
             messages.extend(_fillers(count, TagMap.payload(self._tag, slot)))
         return messages

@@ -52,7 +52,7 @@ class Contact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     process: str
 
 
-class Link(NamedTuple):
+class PeerLink(NamedTuple):
     """The connection with one peer; `process` is its pid and host, in words."""
 
     socket: socket.socket
@@ -71,7 +71,7 @@ class Meeting:
         self._peer_timeout = peer_timeout
         self._secret = secrets.token_bytes(_SECRET_BYTES)
         self._listener: socket.socket | None = None
-        self._links: dict[int, Link] = {}
+        self._links: dict[int, PeerLink] = {}
         self._contacts: dict[int, Contact] = {}
         self._hearings: dict[int, _Hearing] = {}
         self._absent: set[int] = set()
@@ -109,7 +109,7 @@ class Meeting:
             for link in self._links.values():
                 link.socket.close()
 
-    def meet(self, contacts: Mapping[int, Contact | None]) -> dict[int, Link]:
+    def meet(self, contacts: Mapping[int, Contact | None]) -> dict[int, PeerLink]:
         """Connect with every rank that takes part, and return the connections by rank.
 
         `contacts` are those of all ranks.  Raises `CommError`: PEER_LOST for a
@@ -152,7 +152,7 @@ class Meeting:
         def complete(answer: bytes) -> None:
             if not hmac.compare_digest(answer, self._secret):
                 raise self._unreachable(rank, "another program answers there")
-            self._links[rank] = Link(connection, contact.process)
+            self._links[rank] = PeerLink(connection, contact.process)
             self._absent.discard(rank)
 
         def fail() -> None:
@@ -224,7 +224,7 @@ class Meeting:
             except OSError:
                 connection.close()
                 return
-            self._links[rank] = Link(connection, self._contacts[rank].process)
+            self._links[rank] = PeerLink(connection, self._contacts[rank].process)
             self._absent.discard(rank)
 
         deadline = time.monotonic() + _STRANGER_SECONDS

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from commlayer.errors import CommError, ErrorKind, connection_with
 from commlayer.liveness import sockets
-from commlayer.liveness.meeting import Link
+from commlayer.liveness.meeting import PeerLink
 from commlayer.progress.runtime import Runtime, Task
 
 logger = logging.getLogger("commlayer")
@@ -28,7 +28,7 @@ _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EN
 class Watched(Protocol):
     """Whose peers are watched."""
 
-    def lose(self, rank: int, error: CommError) -> None:
+    def mark_lost(self, rank: int, error: CommError) -> None:
         """Fail every operation with `rank`, pending and to come."""
         ...
 
@@ -46,7 +46,7 @@ class Monitor:
     """
 
     def __init__(
-        self, links: Mapping[int, Link], peer_timeout: float, runtime: Runtime, watched: Watched
+        self, links: Mapping[int, PeerLink], peer_timeout: float, runtime: Runtime, watched: Watched
     ) -> None:
         self._links = dict(links)
         self._limit = peer_timeout - _MARGIN
@@ -151,7 +151,7 @@ class Monitor:
             f"the peer is lost; {cause}",
             f"Rank {rank} has died or cannot be reached; restart the group",
         )
-        self._watched.lose(rank, error)
+        self._watched.mark_lost(rank, error)
         del self._links[rank]
         link.socket.close()
 

@@ -22,7 +22,7 @@ _ELSEWHERE = "192.0.2.1"
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-class Place(NamedTuple):
+class ListenPlace(NamedTuple):
     """Where to listen, and the address by which others get there."""
 
     bind: str
@@ -48,7 +48,7 @@ def ours(each: socket.socket) -> socket.socket:
     return each
 
 
-def listen(place: Place) -> socket.socket:
+def listen(place: ListenPlace) -> socket.socket:
     """Listen at a free port of `place`; raises ``OSError`` if that is not of this host."""
     if place.bind:
         family, *_, address = socket.getaddrinfo(place.bind, 0, type=socket.SOCK_STREAM)[0]
@@ -70,7 +70,7 @@ def _listen_everywhere() -> socket.socket:
     return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
-def place(bind_address: str, store: Any) -> Place:
+def place(bind_address: str, store: Any) -> ListenPlace:
     """Where this rank listens: `bind_address` if set, else where the others reach it.
 
     That is the address of this host on the way to the store; or on the store's own host
@@ -78,26 +78,26 @@ def place(bind_address: str, store: Any) -> Place:
     and the host name counts, or the address of the default route if that is loopback.
     """
     if bind_address and not _is_wildcard(bind_address):
-        return Place(bind_address, bind_address)
+        return ListenPlace(bind_address, bind_address)
     bind, address = _place_by_store(_store_host(store))
-    return Place("" if bind_address else bind, address)
+    return ListenPlace("" if bind_address else bind, address)
 
 
-def _place_by_store(host: str) -> Place:
+def _place_by_store(host: str) -> ListenPlace:
     if not host:
         mine = _way_to(socket.gethostname())
         if not mine or _is_loopback(mine):
             mine = _way_to(_ELSEWHERE) or "127.0.0.1"
-        return Place(mine, mine)
+        return ListenPlace(mine, mine)
     mine = _way_to(host)
     if not mine:
-        return Place("", socket.gethostname())
+        return ListenPlace("", socket.gethostname())
     if not _is_here(host, mine):
-        return Place(mine, mine)
+        return ListenPlace(mine, mine)
     if _is_loopback(mine) and not _is_loopback(host):
         # Here the host's own name means loopback, elsewhere it does not.
-        return Place("", host)
-    return Place(mine, host)
+        return ListenPlace("", host)
+    return ListenPlace(mine, host)
 
 
 def _store_host(store: Any) -> str:

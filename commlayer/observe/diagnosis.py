@@ -12,8 +12,8 @@ from commlayer.observe.report import (
     Case,
     Finding,
     Missing,
+    RankWait,
     Report,
-    Wait,
     describe,
     printable,
     seconds,
@@ -91,7 +91,7 @@ class _Join:
             for lane in state.lanes
         }
 
-    def waits(self) -> Iterator[Wait]:
+    def waits(self) -> Iterator[RankWait]:
         """Every old operation that needs another rank, oldest first."""
         old = [
             (rank, operation)
@@ -102,7 +102,7 @@ class _Join:
             and operation.peer < self._size
         ]
         for rank, operation in sorted(old, key=lambda entry: -entry[1].age):
-            yield Wait(rank, operation.peer, operation, self._missing(rank, operation))
+            yield RankWait(rank, operation.peer, operation, self._missing(rank, operation))
 
     def _missing(self, rank: int, operation: PendingOperation) -> Missing:
         peer = self._states.get(operation.peer)
@@ -115,7 +115,7 @@ class _Join:
         return "post" if end.count <= operation.number else "transfer"
 
     def suspicions(
-        self, waits: Sequence[Wait], circular: Collection[tuple[int, int]]
+        self, waits: Sequence[RankWait], circular: Collection[tuple[int, int]]
     ) -> Iterator[_Suspicion]:
         """What may be wrong; `circular` pairs of ranks wait for each other in a circle."""
         explained = set()
@@ -133,7 +133,7 @@ class _Join:
                 if lane.unclaimed and lane.seconds >= self._older_than:
                     yield self._unclaimed(rank, lane)
 
-    def _explain(self, wait: Wait, waits: Sequence[Wait]) -> _Suspicion:
+    def _explain(self, wait: RankWait, waits: Sequence[RankWait]) -> _Suspicion:
         rank, peer, operation = wait.rank, wait.peer, wait.operation
         details = [_waits_for(wait)]
         if wait.missing == "answer":
@@ -156,7 +156,7 @@ class _Join:
             details += self._instead(peer)
         return _Suspicion(Finding(case, (rank, peer), text, tuple(details)), peer, operation.age)
 
-    def _broadcast(self, wait: Wait) -> tuple[Case, str, list[str]] | None:
+    def _broadcast(self, wait: RankWait) -> tuple[Case, str, list[str]] | None:
         operation, peer = wait.operation, wait.peer
         if operation.tag != BROADCAST:
             return None
@@ -174,14 +174,14 @@ class _Join:
                 return (
                     Case.BROADCAST_SOURCE,
                     text,
-                    [_waits_for(Wait(peer, other.peer, other, "post"))],
+                    [_waits_for(RankWait(peer, other.peer, other, "post"))],
                 )
         return None
 
     def _called(self, rank: int, channel: str) -> int:
         return dict(self._states[rank].steps).get(channel, 0) if rank in self._states else 0
 
-    def _elsewhere(self, wait: Wait, waits: Sequence[Wait]) -> str:
+    def _elsewhere(self, wait: RankWait, waits: Sequence[RankWait]) -> str:
         """What goes between the two ranks on another lane, both sides of which wait."""
         rank, peer, operation = wait.rank, wait.peer, wait.operation
         lane = operation.channel, operation.tag
@@ -204,7 +204,7 @@ class _Join:
                     return f"rank {rank} has not asked for {_unclaimed(state)}"
         return ""
 
-    def _absent(self, wait: Wait) -> tuple[Case, str]:
+    def _absent(self, wait: RankWait) -> tuple[Case, str]:
         rank, peer = wait.rank, wait.peer
         for thread in self._states[peer].threads:
             if thread.call.startswith("torch."):
@@ -219,7 +219,7 @@ class _Join:
         """What a rank waits for itself."""
         for operation in self._states[rank].operations:
             if operation.awaited and operation.age >= self._older_than:
-                return [_waits_for(Wait(rank, operation.peer, operation, "post"))]
+                return [_waits_for(RankWait(rank, operation.peer, operation, "post"))]
         return []
 
     def _alone(self, rank: int, state: RankState) -> Iterator[_Suspicion]:
@@ -254,7 +254,7 @@ _PLAIN = (Case.NEVER_SENT, Case.NEVER_RECEIVED)
 """Cases that say no more than that a rank waits."""
 
 
-def _waits_for(wait: Wait) -> str:
+def _waits_for(wait: RankWait) -> str:
     return (
         f"rank {wait.rank} has waited {seconds(wait.operation.age)} for {describe(wait.operation)}"
     )
@@ -287,14 +287,14 @@ def _merged(suspicions: Iterable[_Suspicion]) -> list[Finding]:
     return list(merged.values())
 
 
-def _blocking(waits: Sequence[Wait]) -> list[Wait]:
+def _blocking(waits: Sequence[RankWait]) -> list[RankWait]:
     """The waits that keep a rank from going on: those of its threads, or all if it has none."""
     needing = [wait for wait in waits if wait.missing != "transfer"]
     waiting = {wait.rank for wait in needing if wait.operation.awaited}
     return [wait for wait in needing if wait.operation.awaited or wait.rank not in waiting]
 
 
-def _cycles(waits: Sequence[Wait]) -> Iterator[tuple[int, ...]]:
+def _cycles(waits: Sequence[RankWait]) -> Iterator[tuple[int, ...]]:
     """Circles in the wait-for graph, none sharing a rank: the shortest through each lowest rank."""
     edges: dict[int, list[int]] = {}
     for wait in waits:
@@ -330,7 +330,7 @@ def _pairs(cycle: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     return zip(cycle, (*cycle[1:], cycle[0]), strict=True)
 
 
-def _circles(cycles: Sequence[tuple[int, ...]], waits: Sequence[Wait]) -> Iterator[_Suspicion]:
+def _circles(cycles: Sequence[tuple[int, ...]], waits: Sequence[RankWait]) -> Iterator[_Suspicion]:
     for cycle in cycles:
         edges = [
             next(wait for wait in waits if (wait.rank, wait.peer) == pair) for pair in _pairs(cycle)

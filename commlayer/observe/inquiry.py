@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from commlayer.lanes.connection import Connection
 from commlayer.observe.survey import Survey
-from commlayer.progress.runtime import Event
 from commlayer.wire.control import Answer, Ask
 from commlayer.wire.frame import protocol_error
 from commlayer.wire.rank_state import RankState
@@ -16,15 +15,16 @@ from commlayer.wire.rank_state import RankState
 class _Question:
     """One inquiry of this rank, and the answers so far."""
 
-    def __init__(self, asked: set[int], event: Event) -> None:
-        self.open = asked
+    def __init__(self, connection: Connection) -> None:
+        self.open = set(connection.peers)
         self.states: dict[int, RankState] = {}
-        self.complete = event
+        self.complete = connection.runtime.event()
+        self._connection = connection
 
     def close(self, rank: int) -> None:
         self.open.discard(rank)
         if not self.open:
-            self.complete.set()
+            self._connection.signal(self.complete)
 
 
 class _Mailbox:
@@ -47,7 +47,7 @@ class _Mailbox:
         return self._post(message)
 
     def _post(self, message: Ask | Answer) -> bool:
-        if self._connection.tell(self._rank, message, self._left):
+        if self._connection.send_inquiry(self._rank, message, self._left):
             return True
         with self._lock:
             self._busy, self._waiting = False, None
@@ -98,7 +98,7 @@ class Inquiry:
     def ask(self, timeout: float, *, stalled: bool = False) -> dict[int, RankState]:
         """The states of this rank and of every peer that answers within `timeout` seconds."""
         connection = self._connection
-        question = _Question(set(connection.peers), connection.runtime.event())
+        question = _Question(connection)
         with self._lock:
             number = next(self._numbers)
             self._questions[number] = question
@@ -107,7 +107,7 @@ class Inquiry:
                 if not mailbox.send(Ask(number, stalled)):
                     question.close(rank)
             if question.open:
-                connection.progress.block(question.complete, timeout)
+                connection.block(question.complete, timeout)
         finally:
             with self._lock:
                 del self._questions[number]

@@ -18,7 +18,7 @@ from commlayer.observe.recorder import LOCAL_SIZE, Identity, Recorder, file_name
 from commlayer.observe.report import Report
 from commlayer.observe.signals import SignalHook
 from commlayer.observe.spans import FanOut, Sink, Spans
-from commlayer.observe.stall import Monitor, StallWatch
+from commlayer.observe.stall import StallWatch, Watchdog
 from commlayer.observe.survey import Survey
 from commlayer.progress.ledger import Observer
 
@@ -95,14 +95,14 @@ class Observation:
         if observers:
             connection.ledger.observer = observers[0] if len(observers) == 1 else FanOut(observers)
         self._signal: SignalHook | None = None
-        self._monitor: Monitor | None = None
+        self._monitor: Watchdog | None = None
         published = self._metrics is not None and self._metrics.in_files
         if monitored and (self._watch or self._path or config.report_signal or published):
             interval = min(_LONGEST_INTERVAL, self._limit / 4 or _LONGEST_INTERVAL)
             if config.report_signal:
                 interval = min(interval, _SIGNAL_INTERVAL)
                 self._signal = SignalHook(config.report_signal, self._on_signal)
-            self._monitor = Monitor(connection.runtime, interval, self._check, connection.abandon)
+            self._monitor = Watchdog(connection.runtime, interval, self._check, connection.abandon)
 
     def start(self) -> None:
         """Begin to watch; called once the connection is open."""

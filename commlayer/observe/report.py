@@ -71,7 +71,7 @@ Missing = Literal["post", "transfer", "answer"]
 """What a wait is for: the peer's side, the end of a transfer, or a peer that says nothing."""
 
 
-class Wait(msgspec.Struct, frozen=True):
+class RankWait(msgspec.Struct, frozen=True):
     """`rank` waits for `peer`."""
 
     rank: int
@@ -111,7 +111,7 @@ class Report(msgspec.Struct, frozen=True):
     older_than: float
     states: tuple[RankState, ...]
     silent: tuple[int, ...]
-    waits: tuple[Wait, ...]
+    waits: tuple[RankWait, ...]
     cycles: tuple[tuple[int, ...], ...]
     findings: tuple[Finding, ...]
 

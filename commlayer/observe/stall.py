@@ -43,7 +43,7 @@ class StallWatch:
         return f"something has not moved for {age:.1f} s (stall_timeout = {self._limit:g} s)"
 
 
-class Monitor:
+class Watchdog:
     """A task that calls `check` every `interval` seconds, and when woken.
 
     Where it dies, `died` is called with an error that says so.

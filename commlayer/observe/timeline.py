@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from commlayer.observe.trace import Place, Trace
+from commlayer.observe.trace import Trace, TracePlace
 
 _TEMPLATE = "timeline.html"
 
@@ -23,7 +23,7 @@ def page(trace: Trace) -> str:
 
 def _data(trace: Trace) -> dict[str, Any]:
     """What the page draws; times in seconds from the first post."""
-    numbers: dict[Place, int] = {}
+    numbers: dict[TracePlace, int] = {}
     ranks = []
     for dump, clock in zip(trace.dumps, trace.clocks, strict=True):
         rank = dump.who.rank

@@ -16,7 +16,7 @@ from commlayer.observe.recorder import Dump, Record
 _NAME = re.compile(r"(?P<connection>.+)\.rank\d+\.json")
 
 
-class Place(NamedTuple):
+class TracePlace(NamedTuple):
     """Where an operation is drawn: a row of a rank.  Operations of one row do not overlap."""
 
     rank: int
@@ -24,11 +24,11 @@ class Place(NamedTuple):
     row: int
 
 
-class Entry(NamedTuple):
+class TraceEntry(NamedTuple):
     """An operation on the common clock, which starts at 0; `end` is that of the dump if open."""
 
     record: Record
-    place: Place
+    place: TracePlace
     start: float
     matched: float | None
     end: float
@@ -38,8 +38,8 @@ class Entry(NamedTuple):
 class Message(NamedTuple):
     """A send and the receive that took it."""
 
-    source: Entry
-    target: Entry
+    source: TraceEntry
+    target: TraceEntry
 
 
 class Stretch(NamedTuple):
@@ -56,7 +56,7 @@ class Trace(NamedTuple):
 
     name: str
     dumps: tuple[Dump, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[TraceEntry, ...]
     messages: tuple[Message, ...]
     blocked: tuple[Stretch, ...]
     clocks: tuple[str, ...]
@@ -120,7 +120,7 @@ def _times(dumps: Sequence[Dump], offsets: Sequence[float]) -> Iterator[float]:
         yield from (wait.since + offset for wait in dump.blocked)
 
 
-def _entries(dump: Dump, offset: float) -> Iterator[Entry]:
+def _entries(dump: Dump, offset: float) -> Iterator[TraceEntry]:
     ended = dump.clocks[-1].monotonic
     rows: defaultdict[str, list[float]] = defaultdict(list)
     for record in sorted((*dump.records, *dump.open), key=lambda record: record.posted):
@@ -129,8 +129,8 @@ def _entries(dump: Dump, offset: float) -> Iterator[Entry]:
         lane = lane_name(record)
         row = _free_row(rows[lane], record.posted, end)
         matched = record.matched + offset if record.matched else None
-        place = Place(dump.who.rank, lane, row)
-        yield Entry(record, place, record.posted + offset, matched, end + offset, open)
+        place = TracePlace(dump.who.rank, lane, row)
+        yield TraceEntry(record, place, record.posted + offset, matched, end + offset, open)
 
 
 def _free_row(ends: list[float], start: float, end: float) -> int:
@@ -160,8 +160,8 @@ def _key(rank: int, record: Record) -> Key | None:
     return (*ends, record.channel, record.tag, record.sequence)
 
 
-def _messages(entries: Sequence[Entry]) -> Iterator[Message]:
-    sends: dict[Key, Entry] = {}
+def _messages(entries: Sequence[TraceEntry]) -> Iterator[Message]:
+    sends: dict[Key, TraceEntry] = {}
     for entry in entries:
         key = _key(entry.place.rank, entry.record)
         if key is not None and entry.record.direction == "send":
@@ -230,7 +230,7 @@ def _shift(dumps: Sequence[Dump], offsets: dict[str, float], boot: str) -> float
 def chrome(trace: Trace) -> dict[str, Any]:
     """`trace` in the format of Chrome's and Perfetto's viewers; times in microseconds."""
     events: list[dict[str, Any]] = []
-    threads: dict[Place, int] = {}
+    threads: dict[TracePlace, int] = {}
     for dump in trace.dumps:
         rank = dump.who.rank
         where = f"rank {rank} ({dump.who.backend}, pid {dump.who.pid} on {dump.who.host})"

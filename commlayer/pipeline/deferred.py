@@ -59,7 +59,7 @@ class _Message:
 
 
 @dataclass(frozen=True)
-class _Posted:
+class _PostedSlot:
     """The broadcast of a step that nobody has taken."""
 
     step: int
@@ -118,7 +118,7 @@ class DeferredBroadcast:
         self._at_most = at_most
         self._drains = on_pending == "drain"
         self._last = -1
-        self._slot: _Posted | _Skipped | None = None
+        self._slot: _PostedSlot | _Skipped | None = None
         self._arriving: Handle | None = None
         """The receive of the source's next message."""
         self._message: _Message | None = None
@@ -144,7 +144,7 @@ class DeferredBroadcast:
     @property
     def pending(self) -> int | None:
         """The step that was posted and not taken, or ``None``."""
-        return self._slot.step if isinstance(self._slot, _Posted) else None
+        return self._slot.step if isinstance(self._slot, _PostedSlot) else None
 
     def post(
         self,
@@ -175,7 +175,7 @@ class DeferredBroadcast:
             self._message = _Message(step, self.name, tensor, agreed)
         elif self._message is None:
             self._arriving = self._arriving or self._broadcast(None)
-        self._slot = _Posted(step, agreed)
+        self._slot = _PostedSlot(step, agreed)
         self._last = step
 
     def skip(self, step: int, *, timeout: float | None = None) -> None:
@@ -252,7 +252,7 @@ class DeferredBroadcast:
             )  # fmt: skip
         self.take(timeout)
 
-    def _matched(self, slot: _Posted, timeout: float | None) -> Tensor:
+    def _matched(self, slot: _PostedSlot, timeout: float | None) -> Tensor:
         """The tensor of the step of `slot`, from the source's next message or a later one."""
         while True:
             message = self._message or self._received(slot.step, timeout)

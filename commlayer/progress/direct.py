@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from commlayer.progress.engine import Lane, Wait
 from commlayer.progress.operation import Operation
+from commlayer.progress.procedure import Lane, Wait
 from commlayer.progress.runtime import Runtime
 from commlayer.progress.waiter import Waiter, WaiterProgress
 from commlayer.wire.modes import outside_modes
@@ -28,22 +28,22 @@ class _SharedWaiter(Waiter):
     def __init__(self, lane: Lane, runtime: Runtime) -> None:
         super().__init__(lane)
         self._lock = runtime.lock()
-        self._nudge = runtime.event()
+        self._signal = runtime.event()
         self._followers: deque[Operation] = deque()
         self._taken = False
         self._idle = False
         self._urgent = False
         self._moves = 0
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake the task if it waits for the lane to become wanted."""
         if self._idle:
-            self._nudge.set()
+            self._signal.set()
 
-    def hurry(self) -> None:
+    def move_soon(self) -> None:
         """Have the task move the lane now."""
         self._urgent = True
-        self._nudge.set()
+        self._signal.set()
 
     @outside_modes
     def move(self, operation: Operation) -> bool:
@@ -59,7 +59,7 @@ class _SharedWaiter(Waiter):
             finally:
                 self._let_go()
             if parked or self.ended:
-                self._nudge.set()
+                self._signal.set()
                 return operation.settled
         return True
 
@@ -83,7 +83,7 @@ class _SharedWaiter(Waiter):
         if follower.event is not None:
             follower.event.set()
         else:
-            self.hurry()
+            self.move_soon()
 
     def _move_until(self, operation: Operation) -> bool:
         """True where the lane waits for an event that is not set."""
@@ -108,22 +108,22 @@ class _SharedWaiter(Waiter):
             if type(step) is Wait:
                 step.event.wait(step.seconds)
                 if not self._move_if_free(step):
-                    self._nudge.wait(_TICK)
+                    self._signal.wait(_TICK)
                 continue
             del step
             if not (self._lane.wanted or self._urgent):
                 self._move_if_free()
                 self._idle = quiet > 1
                 if not (self._idle and self._lane.wanted):
-                    self._nudge.wait(None if quiet > _QUIET_TICKS else _TICK * 2**quiet)
+                    self._signal.wait(None if quiet > _QUIET_TICKS else _TICK * 2**quiet)
                 self._idle = False
-                self._nudge.clear()
+                self._signal.clear()
                 quiet += 1
                 continue
             quiet, moves = 0, self._moves
             if not self._urgent:
-                self._nudge.wait(pause)
-            self._nudge.clear()
+                self._signal.wait(pause)
+            self._signal.clear()
             if not self._urgent and self._moves != moves:
                 pause = _TICK
                 continue
@@ -174,23 +174,23 @@ class DirectProgress(WaiterProgress):
         waiter = self._waiters[lane.name] = _SharedWaiter(lane, self._runtime)
         self._spawn(lane, waiter.run)
 
-    def nudge(self, lane: Lane) -> None:
+    def wake(self, lane: Lane) -> None:
         waiter = self._waiters.get(lane.name)
         if waiter is not None:
-            waiter.nudge()
+            waiter.wake()
 
-    def attend(self, operation: Operation) -> None:
-        super().attend(operation)
+    def notice(self, operation: Operation) -> None:
+        super().notice(operation)
         waiter = self._waiter(operation)
         if waiter is not None:
-            waiter.hurry()
+            waiter.move_soon()
 
-    def drive(self, operation: Operation) -> bool:
+    def run_until(self, operation: Operation) -> bool:
         waiter = self._waiter(operation)
         if waiter is None:
             return False
         assert operation.driven is not None
-        operation.driven.attend(operation)
+        operation.driven.notice(operation.sequence)
         return waiter.move(operation)
 
     def _waiter(self, operation: Operation) -> _SharedWaiter | None:

@@ -9,8 +9,10 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.deadline import Deadline
+from commlayer.progress.engine import ProgressEngine
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.reaping import ReapingPolicy
 from commlayer.progress.retention import DeviceHold
@@ -85,15 +87,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     quarantined: tuple[OperationView, ...]
 
 
-class Bounds(msgspec.Struct, frozen=True):
-    """How much may be in flight, and what happens at the bound.  Bytes and seconds."""
-
-    operations: int
-    bytes: int
-    on_full: Literal["wait", "raise"]
-    timeout: float
-
-
 class Ledger:
     """Holds every operation from post to release.
 
@@ -105,18 +98,15 @@ class Ledger:
         self,
         runtime: Runtime,
         reaping: ReapingPolicy,
-        bounds: Bounds,
-        block: Block,
-        drive: Callable[[Operation], bool] = lambda operation: False,
-        attend: Callable[[Operation], None] = lambda operation: None,
+        config: CommConfig,
+        progress: ProgressEngine,
     ) -> None:
-        """`drive` and `attend` are those of the progress engine."""
         self._runtime = runtime
         self._reaping = reaping
-        self._bounds = bounds
-        self._block = block
-        self._drive = drive
-        self._attend = attend
+        self._config = config
+        self._progress = progress
+        self.block: Block = progress.block
+        """How a thread waits; a connection that has a device puts its own here."""
         self._lock = runtime.lock()
         self._lanes: dict[LaneKey, deque[Operation]] = {}
         self._quarantine: dict[int, Operation] = {}
@@ -134,7 +124,7 @@ class Ledger:
 
         An empty lane admits one send of any size, and `exempt` sends are always
         admitted.  Raises `CommError` (FULL) naming the oldest send, at once or
-        after the bounds' timeout.
+        after ``full_timeout``.
         """
         if not self._try_admit(operation, exempt):
             self._wait_for_room(operation)
@@ -159,21 +149,24 @@ class Ledger:
             return True
 
     def _has_room(self, nbytes: int) -> bool:
-        bounds = self._bounds
-        return self._sends < bounds.operations and self._bytes + nbytes <= bounds.bytes
+        config = self._config
+        return (
+            self._sends < config.max_inflight_ops
+            and self._bytes + nbytes <= config.max_inflight_bytes
+        )
 
     def _wait_for_room(self, operation: Operation) -> None:
-        if self._bounds.on_full == "raise":
+        if self._config.on_full == "raise":
             raise self._full(operation)
-        deadline = Deadline(self._runtime.now, self._bounds.timeout)
+        deadline = Deadline(self._runtime.now, self._config.full_timeout)
         self._waiters += 1
         try:
             while True:
                 self._released.clear()
-                self.attend_all()
+                self.notice_all()
                 if self._try_admit(operation, exempt=False):
                     return
-                if not self._block(self._released, deadline.remaining()):
+                if not self.block(self._released, deadline.remaining()):
                     if self._try_admit(operation, exempt=False):
                         return
                     raise self._full(operation)
@@ -182,14 +175,14 @@ class Ledger:
             if self._waiters:
                 self._released.set()
 
-    def attend_all(self) -> None:
+    def notice_all(self) -> None:
         """Have the driver of every lane of sends look at what has completed."""
         with self._lock:
             last = [
                 lane[-1] for key, lane in self._lanes.items() if key.direction == "send" and lane
             ]
         for operation in last:
-            self._attend(operation)
+            self._progress.notice(operation)
 
     def _full(self, operation: Operation) -> CommError:
         with self._lock:
@@ -280,7 +273,7 @@ class Ledger:
             operation.awaited = True
             observer = self.observer
             since = 0.0 if observer is None else self._runtime.now()
-            if not (timeout is None and self._drive(operation)):
+            if not (timeout is None and self._progress.run_until(operation)):
                 self._wait_for_event(operation, timeout)
             if observer is not None:
                 observer.waited(operation, since)
@@ -290,7 +283,7 @@ class Ledger:
 
     def _wait_for_event(self, operation: Operation, timeout: float | None) -> None:
         if timeout is not None:
-            self._attend(operation)
+            self._progress.notice(operation)
         event = operation.event
         if event is None:
             with self._lock:
@@ -298,10 +291,10 @@ class Ledger:
                     operation.event = self._runtime.event()
                 event = operation.event
         while not operation.settled:
-            if not self._block(event, timeout) or operation.settled or timeout is not None:
+            if not self.block(event, timeout) or operation.settled or timeout is not None:
                 return
             event.clear()
-            if not operation.settled and self._drive(operation):
+            if not operation.settled and self._progress.run_until(operation):
                 return
 
     def reap(self) -> None:

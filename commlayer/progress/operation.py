@@ -14,8 +14,8 @@ from commlayer.progress.retention import DeviceHold
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from commlayer.progress.engine import Lane
     from commlayer.progress.lifetime import Fingerprint
+    from commlayer.progress.procedure import Lane
     from commlayer.progress.runtime import Event
 
 

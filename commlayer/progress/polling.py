@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from commlayer.progress.deadline import Deadline
-from commlayer.progress.engine import Driven, NativeWork, Procedure, Step, Wait
 from commlayer.progress.operation import Operation
+from commlayer.progress.procedure import Driven, NativeWork, Procedure, Step, Wait
 from commlayer.progress.runtime import Event, Runtime, Task
 from commlayer.wire.modes import outside_modes
 
@@ -29,7 +29,7 @@ class PollingProgress:
     LONGEST_SLEEP = 0.01
     """The background task doubles its sleep up to this many seconds while nothing moves."""
 
-    lingers = False
+    batches = False
 
     def __init__(self, runtime: Runtime, *, background: bool) -> None:
         self._runtime = runtime
@@ -53,18 +53,18 @@ class PollingProgress:
             self.advance()
         elif self._task is None:
             self._task = self._runtime.spawn(self._run, "commlayer polling")
-        self.wake()
+        self.poll_soon()
 
-    def nudge(self, lane: Driven) -> None:
+    def wake(self, lane: Driven) -> None:
         pass
 
-    def attend(self, operation: Operation) -> None:
+    def notice(self, operation: Operation) -> None:
         self.advance()
 
-    def drive(self, operation: Operation) -> bool:
+    def run_until(self, operation: Operation) -> bool:
         return False
 
-    def wake(self) -> None:
+    def poll_soon(self) -> None:
         """Have the background task poll now, and often from now on."""
         self._started.set()
 

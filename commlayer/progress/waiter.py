@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from commlayer.progress.deadline import Deadline
-from commlayer.progress.engine import Driven, Lane, NativeWork, Step, Wait
 from commlayer.progress.operation import Operation
+from commlayer.progress.procedure import Driven, Lane, NativeWork, Step, Wait
 from commlayer.progress.runtime import Event, Runtime, Task
 
 logger = logging.getLogger("commlayer")
@@ -70,7 +70,7 @@ class Waiter:
 class WaiterProgress:
     """One waiter per lane, blocking in the native wait of each work in turn."""
 
-    lingers = True
+    batches = True
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -82,17 +82,17 @@ class WaiterProgress:
     def _spawn(self, lane: Lane, run: Callable[[], None]) -> None:
         self._tasks[lane.name] = self._runtime.spawn(run, f"commlayer {lane.name}")
 
-    def nudge(self, lane: Lane) -> None:
+    def wake(self, lane: Lane) -> None:
         pass
 
-    def attend(self, operation: Operation) -> None:
+    def notice(self, operation: Operation) -> None:
         lane = operation.driven
         if lane is not None:
-            lane.attend(operation)
-            lane.hurry()
+            lane.notice(operation.sequence)
+            lane.wake()
 
-    def drive(self, operation: Operation) -> bool:
-        self.attend(operation)
+    def run_until(self, operation: Operation) -> bool:
+        self.notice(operation)
         return False
 
     def block(self, event: Event, timeout: float | None) -> bool:

@@ -29,8 +29,9 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
+from commlayer.config import CommConfig
 from commlayer.errors import About, CommError, ErrorKind
-from commlayer.wire.tensors import Limits, TensorMeta
+from commlayer.wire.tensors import TensorMeta
 
 WIRE_VERSION = 2
 _MAGIC = b"CML"
@@ -180,7 +181,7 @@ def protocol_error(where: About, cause: str) -> CommError:
     )
 
 
-def decode_prefix(data: memoryview, limits: Limits, where: About) -> Prefix:
+def decode_prefix(data: memoryview, limits: CommConfig, where: About) -> Prefix:
     """Read and check the prefix in `data`, a header buffer of any content.
 
     Raises `CommError` (PROTOCOL) for another magic or version, an unknown kind
@@ -224,7 +225,7 @@ def check_body(prefix: Prefix, data: memoryview | bytes, where: About) -> None:
         raise protocol_error(where, "the header is damaged or truncated (checksum differs)")
 
 
-def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: About) -> Body:
+def decode_body(prefix: Prefix, data: memoryview, limits: CommConfig, where: About) -> Body:
     """Decode and check the body in `data` (exactly the body's bytes).
 
     Raises `CommError` (PROTOCOL) unless every tensor is within the limits, the
@@ -259,7 +260,7 @@ def decode_body(prefix: Prefix, data: memoryview, limits: Limits, where: About) 
     return body
 
 
-def _check_reserved(body: Body, limits: Limits, where: About) -> None:
+def _check_reserved(body: Body, limits: CommConfig, where: About) -> None:
     if len(body.tensors) != 1 or body.at_most <= 0:
         raise protocol_error(where, "the header reserves a size for something else than one tensor")
     if body.at_most > limits.max_message_bytes:

@@ -10,6 +10,7 @@ import ctypes
 
 from torch import Tensor
 
+from commlayer.config import CommConfig
 from commlayer.errors import About
 from commlayer.wire.frame import (
     LOOSE,
@@ -23,7 +24,6 @@ from commlayer.wire.frame import (
     protocol_error,
 )
 from commlayer.wire.schemas import ReceivedSchemas, Schema, is_named
-from commlayer.wire.tensors import Limits
 from commlayer.wire.values import Parsed, parse
 
 _VALUES = (Kind.OBJECT, Kind.TENSOR_DICT)
@@ -73,7 +73,7 @@ class HeaderReader:
     (PROTOCOL) for bytes that cannot be trusted.
     """
 
-    def __init__(self, limits: Limits, where: About, slots: int, has_device: bool) -> None:
+    def __init__(self, limits: CommConfig, where: About, slots: int, has_device: bool) -> None:
         self._limits = limits
         self._where = where
         self._slots = slots

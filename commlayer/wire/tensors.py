@@ -9,42 +9,26 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from commlayer.errors import About, CommError, ErrorKind
+from commlayer.config import CommConfig
+from commlayer.errors import About, CommError, ErrorKind, UnsupportedError
 from commlayer.wire.storage import has_memory
 
-if TYPE_CHECKING:
-    from commlayer.config import CommConfig
 
-
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a message may cost; the keys and defaults of the same name in `CommConfig`."""
-
-    max_message_bytes: int = 16 << 30
-    max_items: int = 100_000
-    max_depth: int = 64
-    max_header_bytes: int = 16 << 20
-    allow_pickle: bool = False
-
-    @classmethod
-    def from_config(cls, config: CommConfig) -> Limits:
-        return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
-
-    def check_size(self, nbytes: int, operation: About) -> None:
-        """Raise `CommError` (UNSUPPORTED) if so much must not be sent in one message."""
-        if nbytes > self.max_message_bytes:
-            raise CommError(
-                ErrorKind.UNSUPPORTED,
-                operation,
-                f"{nbytes} bytes exceed max_message_bytes = {self.max_message_bytes}",
-                "Send less at once, or raise the limit on all ranks",
-            )
+def check_size(nbytes: int, operation: About, limits: CommConfig) -> None:
+    """Raise `UnsupportedError` if so much must not be sent in one message."""
+    if nbytes > limits.max_message_bytes:
+        raise UnsupportedError(
+            operation,
+            f"{nbytes} bytes exceed max_message_bytes = {limits.max_message_bytes}",
+            "Send less at once, or raise the limit on all ranks",
+        )
 
 
 ALL_DTYPES: dict[str, torch.dtype] = {
@@ -82,7 +66,7 @@ class TensorMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
-    def check(self, limits: Limits, operation: About) -> None:
+    def check(self, limits: CommConfig, operation: About) -> None:
         """Raise `CommError` (PROTOCOL) unless a tensor of this kind may be allocated."""
         if self.dtype not in DTYPES:
             raise CommError(
@@ -130,7 +114,7 @@ def in_memory(tensor: Tensor, operation: About) -> Tensor:
     return tensor
 
 
-def sendable(tensor: Tensor, operation: About, limits: Limits) -> Tensor:
+def sendable(tensor: Tensor, operation: About, limits: CommConfig) -> Tensor:
     """Return `tensor` as a plain, detached, contiguous tensor on the same device.
 
     The result shares memory with `tensor` unless that is non-contiguous or a
@@ -145,8 +129,8 @@ def sendable(tensor: Tensor, operation: About, limits: Limits) -> Tensor:
     return tensor
 
 
-def _copy(tensor: Tensor, operation: About, limits: Limits) -> Tensor:
-    limits.check_size(tensor.nbytes, operation)
+def _copy(tensor: Tensor, operation: About, limits: CommConfig) -> Tensor:
+    check_size(tensor.nbytes, operation, limits)
     try:
         return tensor.resolve_conj().resolve_neg().contiguous()
     except RuntimeError as error:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
 from commlayer.wire.frame import (
     PREFIX_BYTES,
@@ -29,13 +30,12 @@ from commlayer.wire.frame import (
 )
 from commlayer.wire.message import Layouts, Outgoing
 from commlayer.wire.schemas import Schema
-from commlayer.wire.tensors import Limits
 from commlayer.wire.values import pack, parse
 
 INLINE = 4096
 MOST_GROWTH = 64
 """MiB: far above what one refused message may cost, far below what one may announce."""
-LIMITS = Limits(max_message_bytes=1 << 20, max_header_bytes=1 << 16, max_items=1000)
+LIMITS = CommConfig(max_message_bytes=1 << 20, max_header_bytes=1 << 16, max_items=1000)
 FIELDS = struct.Struct("<3sBBBBxQqIII")
 INTERESTING = (0, 1, 2, 0x7F, 0x80, 0xC1, 0xC7, 0xD9, 0xDC, 0xDF, 0xFE, 0xFF)
 

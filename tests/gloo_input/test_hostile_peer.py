@@ -21,9 +21,10 @@ from ranks import here
 from ranks.pool import Ranks
 
 from commlayer import CommError, Communicator, ErrorKind
+from commlayer.config import CommConfig
 from commlayer.wire.frame import LOOSE, Kind, encode_body, encode_prefix, encode_shape
 from commlayer.wire.tags import CONTROL_LANE, OBJECTS, TagMap
-from commlayer.wire.tensors import Limits, TensorMeta
+from commlayer.wire.tensors import TensorMeta
 from commlayer.wire.values import pack
 
 framed = partial(frames.framed, inline_bytes=8192)
@@ -32,7 +33,7 @@ framed = partial(frames.framed, inline_bytes=8192)
 def terabyte() -> bytes:
     """The header of a tensor of 2**38 floats, as a sender that had one would write it."""
     meta = TensorMeta("float32", (1 << 38,), "cpu")
-    body = encode_body(encode_shape((meta,), b"\x02", -1), pack(1, Limits(), "")[0])
+    body = encode_body(encode_shape((meta,), b"\x02", -1), pack(1, CommConfig(), "")[0])
     return encode_prefix(Kind.OBJECT, 0, LOOSE, 0, -1, 0, body, 0) + body
 
 
@@ -62,7 +63,7 @@ HOSTILE: dict[str, Any] = {
 def inject(
     comm: Communicator, message: bytes, channel: str = "data", tag: str = OBJECTS, slot: int = 0
 ) -> Any:
-    endpoint = comm._connection._endpoint
+    endpoint = comm._connection._context.endpoint
     tensor = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     return endpoint.isend(tensor, 0, TagMap.payload(TagMap(()).native(channel, tag), slot))
 

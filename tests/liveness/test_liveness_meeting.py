@@ -16,8 +16,8 @@ from commlayer.backend import World
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.liveness import meeting, sockets
-from commlayer.liveness.meeting import Contact, Link, Meeting
-from commlayer.liveness.sockets import Place, place
+from commlayer.liveness.meeting import Contact, Meeting, PeerLink
+from commlayer.liveness.sockets import ListenPlace, place
 
 LIMIT = 20.0
 
@@ -54,13 +54,13 @@ def contact(meeting: Meeting) -> Contact:
     return meeting.contact
 
 
-def meet(*meetings: Meeting) -> list[dict[int, Link]]:
+def meet(*meetings: Meeting) -> list[dict[int, PeerLink]]:
     said = contacts(*meetings)
     with ThreadPoolExecutor(len(meetings)) as pool:
         return list(pool.map(lambda each: each.meet(said), meetings))
 
 
-def paired(links: list[dict[int, Link]]) -> bool:
+def paired(links: list[dict[int, PeerLink]]) -> bool:
     """Whether both ends of every connection belong together."""
     return all(
         link.socket.getpeername() == links[peer][rank].socket.getsockname()
@@ -247,7 +247,7 @@ def test_a_wildcard_is_reached_by_ipv4(
     if dualstack:
         request.getfixturevalue("has_ipv6")
     monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: dualstack)
-    monkeypatch.setattr(sockets, "_place_by_store", lambda host: Place("", "127.0.0.1"))
+    monkeypatch.setattr(sockets, "_place_by_store", lambda host: ListenPlace("", "127.0.0.1"))
     with (
         Meeting(World(0, 2, store, LIMIT), 5.0, "0.0.0.0") as first,
         Meeting(World(1, 2, store, LIMIT), 5.0, "") as second,
@@ -289,13 +289,13 @@ def test_the_address_is_the_one_on_the_way_to_the_store(monkeypatch: pytest.Monk
     monkeypatch.setattr(sockets, "_way_to", lambda host: ways.get(host, names[host]))
     monkeypatch.setattr(socket, "gethostname", lambda: "debian")
 
-    assert place("", StoreAt("second")) == Place("10.1.0.1", "10.1.0.1")  # it is elsewhere
-    assert place("", StoreAt("first")) == Place("10.1.0.1", "first")  # it is here
-    assert place("", StoreAt("debian")) == Place("", "debian")  # it is here, by a loopback name
-    assert place("", StoreAt("localhost")) == Place("127.0.0.1", "localhost")
-    assert place("", StoreAt("127.0.0.1")) == Place("127.0.0.1", "127.0.0.1")
-    assert place("", StoreAt("nowhere")) == Place("", "debian")
-    assert place("", HashStore()) == Place("10.1.0.7", "10.1.0.7")  # it says nothing
-    assert place("10.9.0.1", StoreAt("second")) == Place("10.9.0.1", "10.9.0.1")
-    assert place("0.0.0.0", StoreAt("second")) == Place("", "10.1.0.1")
-    assert place("::", StoreAt("second")) == Place("", "10.1.0.1")
+    assert place("", StoreAt("second")) == ListenPlace("10.1.0.1", "10.1.0.1")  # it is elsewhere
+    assert place("", StoreAt("first")) == ListenPlace("10.1.0.1", "first")  # it is here
+    assert place("", StoreAt("debian")) == ListenPlace("", "debian")  # a loopback
+    assert place("", StoreAt("localhost")) == ListenPlace("127.0.0.1", "localhost")
+    assert place("", StoreAt("127.0.0.1")) == ListenPlace("127.0.0.1", "127.0.0.1")
+    assert place("", StoreAt("nowhere")) == ListenPlace("", "debian")
+    assert place("", HashStore()) == ListenPlace("10.1.0.7", "10.1.0.7")  # it says nothing
+    assert place("10.9.0.1", StoreAt("second")) == ListenPlace("10.9.0.1", "10.9.0.1")
+    assert place("0.0.0.0", StoreAt("second")) == ListenPlace("", "10.1.0.1")
+    assert place("::", StoreAt("second")) == ListenPlace("", "10.1.0.1")

@@ -13,7 +13,7 @@ import pytest
 
 from commlayer.errors import CommError, ErrorKind
 from commlayer.liveness import monitor, sockets
-from commlayer.liveness.meeting import Link
+from commlayer.liveness.meeting import PeerLink
 from commlayer.liveness.monitor import Monitor
 from commlayer.progress.runtime import ThreadRuntime
 
@@ -45,7 +45,7 @@ class Peers:
                 self.theirs[rank] = socket.create_connection(listener.getsockname())
                 mine, _ = listener.accept()
                 mine.setblocking(False)
-                links[rank] = Link(mine, f"pid 10{rank} on there")
+                links[rank] = PeerLink(mine, f"pid 10{rank} on there")
         self.monitor = Monitor(links, 5.0, ThreadRuntime(), self.watched)
         self.monitor.start()
 

@@ -168,7 +168,7 @@ def given_up_but_alive() -> None:
     assert comm.recv(None, VICTIM)[0] == 1
     here.meet("sent once")
     reason = CommError(ErrorKind.PEER_LOST, f"connection with rank {VICTIM}", "so they say", "")
-    comm._connection.lose(VICTIM, reason)
+    comm._connection.mark_lost(VICTIM, reason)
     here.meet("given up")
     here.meet("sent again")
     lost(comm.irecv(None, VICTIM))

@@ -308,7 +308,7 @@ def left() -> None:
 def test_an_answer_for_another_rank_is_not_believed() -> None:
     with connected(3, close_timeout=0.5) as comms:
         handle = comms[0].irecv_object(1)
-        comms[1]._connection.tell(0, Answer(0, state(rank=2)), left)
+        comms[1]._connection.send_inquiry(0, Answer(0, state(rank=2)), left)
         with pytest.raises(CommError, match="speaks for another rank"):
             handle.wait(20)
         comms[2].isend_object("fine", 0)
@@ -318,14 +318,14 @@ def test_an_answer_for_another_rank_is_not_believed() -> None:
 def test_an_answer_that_nobody_asked_for_is_dropped() -> None:
     with connected(2) as (a, b):
         for number in range(100):
-            b._connection.tell(0, Answer(number, state()), left)
+            b._connection.send_inquiry(0, Answer(number, state()), left)
         assert a.report().silent == ()
 
 
 def test_a_flood_of_questions_is_answered_and_not_queued() -> None:
     with connected(2) as (a, b):
         for number in range(500):
-            b._connection.tell(0, Ask(number, True), left)
+            b._connection.send_inquiry(0, Ask(number, True), left)
         assert b.report().silent == ()
         assert a.ledger.snapshot().operations == ()
 

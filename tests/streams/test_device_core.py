@@ -24,11 +24,12 @@ from commlayer.bootstrap.connector import connect_world
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
-from commlayer.progress.ledger import Bounds, Ledger
+from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import DevicePart, LaneKey, Operation
 from commlayer.progress.reaping import BackgroundReaping, GateOnDevice, ReapingPolicy
 from commlayer.progress.retention import DeviceHold
 from commlayer.progress.runtime import ThreadRuntime
+from commlayer.progress.waiter import WaiterProgress
 from commlayer.registry import LoadedBackend, Registry
 from commlayer.semantics import Semantics, Threads
 
@@ -121,10 +122,8 @@ def test_a_host_transport_refuses_the_policies_of_devices(policy: dict[str, str]
 
 
 def ledger(reaping: ReapingPolicy) -> Ledger:
-    def never(event: Any, timeout: float | None) -> bool:
-        raise AssertionError("nothing blocks here")
-
-    return Ledger(ThreadRuntime(), reaping, Bounds(8, 1 << 20, "raise", 1.0), never)
+    runtime = ThreadRuntime()
+    return Ledger(runtime, reaping, CommConfig(on_full="raise"), WaiterProgress(runtime))
 
 
 def mixed(hold: DeviceHold, *, host_payload: bool = False) -> tuple[Operation, weakref.ref[Any]]:

@@ -46,6 +46,7 @@ WAITED = Semantics(
         order=Order.PER_TAG,
         max_outstanding_per_pair=0,
         completion=Completion.MATCHED,
+        dtypes=None,
     ),
     progress=Progress.AUTONOMOUS,
     threads=Threads.MULTIPLE,

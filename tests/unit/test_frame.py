@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
 from commlayer.wire.frame import (
     PREFIX_BYTES,
@@ -28,7 +29,7 @@ from commlayer.wire.frame import (
     decode_prefix,
     encode_prefix,
 )
-from commlayer.wire.tensors import Limits, as_bytes, from_meta
+from commlayer.wire.tensors import as_bytes, from_meta
 
 WHERE = "receive from rank 1"
 INLINE = 256
@@ -39,10 +40,10 @@ def received(native: list[Tensor], inline_bytes: int = INLINE) -> tuple[Prefix, 
     queue = [bytes(message.tolist()) for message in native]
     assert len(queue[0]) <= capacity(inline_bytes)
     head = memoryview(bytearray(queue.pop(0).ljust(capacity(inline_bytes), b"\xaa")))
-    prefix = decode_prefix(head, Limits(), WHERE)
+    prefix = decode_prefix(head, CommConfig(), WHERE)
     end = PREFIX_BYTES if prefix.long else PREFIX_BYTES + prefix.body
     data = memoryview(queue.pop(0)) if prefix.long else head[PREFIX_BYTES:end]
-    body = decode_body(prefix, data, Limits(), WHERE)
+    body = decode_body(prefix, data, CommConfig(), WHERE)
     inline = head[end : end + prefix.inline]
     contents = []
     for meta, place in zip(body.tensors, body.placements, strict=True):
@@ -119,7 +120,7 @@ def test_a_message_that_names_its_schema_has_no_body_or_the_value_alone() -> Non
     for value, length in ((False, 0), (True, 5)):
         head, _ = out.head(0, 3, named=True, value=value, slot=0)
         view = memoryview(bytearray(bytes(head.tolist()).ljust(capacity(INLINE))))
-        prefix = decode_prefix(view, Limits(), WHERE)
+        prefix = decode_prefix(view, CommConfig(), WHERE)
         assert (prefix.schema, prefix.body, prefix.inline) == (3, length, 16)
 
 
@@ -174,7 +175,7 @@ def test_the_prefix_is_as_documented() -> None:
 )
 def test_a_malformed_prefix_is_refused(changed: dict[str, Any], cause: str) -> None:
     with pytest.raises(CommError, match=cause) as caught:
-        decode_prefix(head(**changed), Limits(), WHERE)
+        decode_prefix(head(**changed), CommConfig(), WHERE)
     assert caught.value.kind is ErrorKind.PROTOCOL
     assert caught.value.operation == WHERE
 
@@ -229,18 +230,18 @@ BAD_BODIES = {
 
 @pytest.mark.parametrize("data", BAD_BODIES.values(), ids=BAD_BODIES)
 def test_a_malformed_body_is_refused(data: bytes) -> None:
-    prefix = decode_prefix(head(data), Limits(), WHERE)
+    prefix = decode_prefix(head(data), CommConfig(), WHERE)
     with pytest.raises(CommError) as caught:
-        decode_body(prefix, memoryview(data), Limits(), WHERE)
+        decode_body(prefix, memoryview(data), CommConfig(), WHERE)
     assert caught.value.kind is ErrorKind.PROTOCOL
     assert caught.value.operation == WHERE
 
 
 def test_the_largest_that_fits_the_limits_is_accepted_and_one_more_is_not() -> None:
     data = body(meta(), meta())
-    prefix = decode_prefix(head(data), Limits(), WHERE)
-    decode_body(prefix, memoryview(data), Limits(max_message_bytes=24, max_items=2), WHERE)
-    for limits in (Limits(max_message_bytes=23), Limits(max_items=1)):
+    prefix = decode_prefix(head(data), CommConfig(), WHERE)
+    decode_body(prefix, memoryview(data), CommConfig(max_message_bytes=24, max_items=2), WHERE)
+    for limits in (CommConfig(max_message_bytes=23), CommConfig(max_items=1)):
         with pytest.raises(CommError, match=r"max_message_bytes|length"):
             decode_body(prefix, memoryview(data), limits, WHERE)
 
@@ -255,11 +256,11 @@ def test_the_largest_that_fits_the_limits_is_accepted_and_one_more_is_not() -> N
     ids=["a million tensors", "four million dimensions", "a long name"],
 )
 def test_a_bomb_is_refused_in_proportionate_memory(data: bytes) -> None:
-    prefix = decode_prefix(head(data, flags=1), Limits(), WHERE)
+    prefix = decode_prefix(head(data, flags=1), CommConfig(), WHERE)
     tracemalloc.start()
     try:
         with pytest.raises(CommError) as caught:
-            decode_body(prefix, memoryview(data), Limits(), WHERE)
+            decode_body(prefix, memoryview(data), CommConfig(), WHERE)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -270,13 +271,13 @@ def test_a_bomb_is_refused_in_proportionate_memory(data: bytes) -> None:
 
 def test_damage_anywhere_in_the_body_is_noticed() -> None:
     data = bytearray(body(meta()))
-    prefix = decode_prefix(head(bytes(data)), Limits(), WHERE)
+    prefix = decode_prefix(head(bytes(data)), CommConfig(), WHERE)
     for index in range(len(data)):
         data[index] ^= 1
         with pytest.raises(CommError, match="checksum"):
-            decode_body(prefix, memoryview(data), Limits(), WHERE)
+            decode_body(prefix, memoryview(data), CommConfig(), WHERE)
         data[index] ^= 1
-    decode_body(prefix, memoryview(data), Limits(), WHERE)
+    decode_body(prefix, memoryview(data), CommConfig(), WHERE)
 
 
 def test_damage_anywhere_in_the_prefix_is_noticed() -> None:
@@ -285,19 +286,21 @@ def test_damage_anywhere_in_the_prefix_is_noticed() -> None:
         damaged = bytearray(head(data))
         damaged[index] ^= 1
         with pytest.raises(CommError):
-            decode_body(decode_prefix(memoryview(damaged), Limits(), WHERE), data, Limits(), WHERE)
+            decode_body(
+                decode_prefix(memoryview(damaged), CommConfig(), WHERE), data, CommConfig(), WHERE
+            )
 
 
 @given(data=st.binary(max_size=200), honest=st.booleans())
 def test_random_bytes_raise_nothing_else(data: bytes, honest: bool) -> None:
     raw = memoryview(data.ljust(PREFIX_BYTES, b"\x00"))
     try:
-        prefix = decode_prefix(head(data) if honest else raw, Limits(), WHERE)
-        decoded = decode_body(prefix, memoryview(data), Limits(), WHERE)
+        prefix = decode_prefix(head(data) if honest else raw, CommConfig(), WHERE)
+        decoded = decode_body(prefix, memoryview(data), CommConfig(), WHERE)
     except CommError as error:
         assert error.kind is ErrorKind.PROTOCOL  # noqa: PT017
     else:
-        assert sum(meta.nbytes for meta in decoded.tensors) <= Limits().max_message_bytes
+        assert sum(meta.nbytes for meta in decoded.tensors) <= CommConfig().max_message_bytes
 
 
 @given(
@@ -306,7 +309,7 @@ def test_random_bytes_raise_nothing_else(data: bytes, honest: bool) -> None:
 )
 def test_what_is_accepted_can_be_allocated(shape: list[int], dtype: str) -> None:
     data = body(meta(dtype, shape), placements=bytes([0 if 0 in shape else 2]))
-    limits = Limits(max_message_bytes=1 << 20)
+    limits = CommConfig(max_message_bytes=1 << 20)
     try:
         decoded = decode_body(
             decode_prefix(head(data), limits, WHERE), memoryview(data), limits, WHERE

@@ -12,12 +12,14 @@ import torch
 from local import WAITED, Hub, connect_rank, connected, on_every_rank
 from msgspec.structs import replace
 
+from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
-from commlayer.progress.ledger import Bounds, Ledger
+from commlayer.progress.ledger import Ledger
 from commlayer.progress.lifetime import Fingerprint
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.reaping import BackgroundReaping, FifoReaping
 from commlayer.progress.runtime import ThreadRuntime
+from commlayer.progress.waiter import WaiterProgress
 from commlayer.semantics import Poll
 
 SEND = LaneKey("data", 1, "send", "0")
@@ -32,11 +34,17 @@ def ledger_of(
     on_full: Any = "raise",
     timeout: float = 0.0,
 ) -> Ledger:
+    runtime = ThreadRuntime()
     return Ledger(
-        ThreadRuntime(),
+        runtime,
         reaping or BackgroundReaping(),
-        Bounds(operations, nbytes, on_full, timeout),
-        block=lambda event, timeout: event.wait(timeout),
+        CommConfig(
+            max_inflight_ops=operations,
+            max_inflight_bytes=nbytes,
+            on_full=on_full,
+            full_timeout=timeout,
+        ),
+        WaiterProgress(runtime),
     )
 
 

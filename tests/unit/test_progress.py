@@ -28,8 +28,9 @@ from commlayer.handle import Handle
 from commlayer.progress.choose import choose_progress
 from commlayer.progress.deadline import Deadline
 from commlayer.progress.direct import DirectProgress
-from commlayer.progress.engine import Procedure, ProgressEngine, Wait
+from commlayer.progress.engine import ProgressEngine
 from commlayer.progress.polling import PollingProgress
+from commlayer.progress.procedure import Procedure, Wait
 from commlayer.progress.reaping import BackgroundReaping
 from commlayer.progress.runtime import ThreadRuntime
 from commlayer.progress.waiter import WaiterProgress
@@ -142,10 +143,10 @@ class Paused:
     def abandon(self, error: BaseException) -> None:
         raise error
 
-    def attend(self, operation: Any) -> None:
+    def notice(self, sequence: int) -> None:
         pass
 
-    def hurry(self) -> None:
+    def wake(self) -> None:
         pass
 
 
@@ -337,7 +338,7 @@ def test_nobody_waits_for_a_driver_that_died(facts: Semantics) -> None:
 def listens(comm: Communicator) -> bool:
     """Whether every lane has posted the receives that it keeps posted."""
     lanes = [lane for peer in comm._connection.peers.values() for lane in peer.receives.values()]
-    return all(len(lane._posted) == lane._posting_ahead.headers for lane in lanes)
+    return all(len(lane._posted) == lane._prefetch.headers for lane in lanes)
 
 
 def test_a_native_error_loses_the_peer_and_no_other(facts: Semantics) -> None:

@@ -15,7 +15,6 @@ from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
 from commlayer.wire.tensors import (
     DTYPES,
-    Limits,
     TensorMeta,
     as_bytes,
     from_meta,
@@ -32,20 +31,13 @@ def raw(tensor: Tensor) -> bytes:
 
 def travel(tensor: Tensor) -> Tensor:
     """To the other side by way of what really travels: an encoded description and bytes."""
-    sent = sendable(tensor, WHERE, Limits())
+    sent = sendable(tensor, WHERE, CommConfig())
     meta = msgspec.msgpack.decode(msgspec.msgpack.encode(meta_of(sent)), type=TensorMeta)
-    meta.check(Limits(), WHERE)
+    meta.check(CommConfig(), WHERE)
     received = from_meta(meta, "cpu")
     assert as_bytes(sent).numel() == meta.nbytes == as_bytes(received).numel()
     as_bytes(received).copy_(as_bytes(sent))
     return received
-
-
-def test_limits_are_those_of_the_configuration() -> None:
-    assert Limits() == Limits.from_config(CommConfig())
-    assert Limits.from_config(CommConfig(max_depth=3, allow_pickle=True)) == Limits(
-        max_depth=3, allow_pickle=True
-    )
 
 
 def test_every_usual_dtype_is_known_by_name() -> None:
@@ -112,7 +104,7 @@ class Tagged(Tensor):
 def test_a_subclass_with_plain_memory_arrives_plain() -> None:
     plain = torch.arange(4.0)
     tagged = plain.as_subclass(Tagged)
-    sent = sendable(tagged, WHERE, Limits())
+    sent = sendable(tagged, WHERE, CommConfig())
     assert type(sent) is Tensor
     assert as_bytes(sent).data_ptr() == plain.data_ptr()
     assert meta_of(sent) == TensorMeta("float32", (4,), "cpu")
@@ -121,9 +113,9 @@ def test_a_subclass_with_plain_memory_arrives_plain() -> None:
 def test_nothing_is_copied_without_need() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     for tensor in (base, base[1:], base.detach().requires_grad_(), torch.nn.Parameter(base)):
-        sent = sendable(tensor, WHERE, Limits())
+        sent = sendable(tensor, WHERE, CommConfig())
         assert as_bytes(sent).data_ptr() == tensor.data_ptr()
-    assert sendable(base, WHERE, Limits()) is base
+    assert sendable(base, WHERE, CommConfig()) is base
 
 
 def fake() -> Tensor:
@@ -168,7 +160,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize(("make", "cause"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_has_no_plain_memory_is_refused(make: Callable[[], Any], cause: str) -> None:
     with pytest.raises(CommError) as caught:
-        sendable(make(), WHERE, Limits())
+        sendable(make(), WHERE, CommConfig())
     assert caught.value.kind is ErrorKind.UNSUPPORTED
     assert caught.value.operation == WHERE
     assert cause in caught.value.cause
@@ -181,7 +173,7 @@ def test_what_has_no_plain_memory_is_refused(make: Callable[[], Any], cause: str
 def test_tensors_inside_a_transform_are_refused(transform: Any) -> None:
     def inside(tensor: Tensor) -> Tensor:
         with pytest.raises(CommError, match="no memory"):
-            sendable(tensor, WHERE, Limits())
+            sendable(tensor, WHERE, CommConfig())
         return tensor
 
     transform(inside)(torch.ones(2, 3))
@@ -212,13 +204,13 @@ HOSTILE = {
 @pytest.mark.parametrize("meta", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_descriptions_are_refused(meta: TensorMeta) -> None:
     with pytest.raises(CommError) as caught:
-        meta.check(Limits(), WHERE)
+        meta.check(CommConfig(), WHERE)
     assert caught.value.kind is ErrorKind.PROTOCOL
     assert caught.value.cure
 
 
 def test_the_limit_is_inclusive() -> None:
-    limits = Limits(max_message_bytes=12)
+    limits = CommConfig(max_message_bytes=12)
     TensorMeta("float32", (3,), "cpu").check(limits, WHERE)
     TensorMeta("float32", (1 << 50, 0), "cpu").check(limits, WHERE)
     with pytest.raises(CommError, match="max_message_bytes = 12"):
@@ -227,9 +219,9 @@ def test_the_limit_is_inclusive() -> None:
 
 def test_what_is_too_large_is_refused_before_it_is_copied() -> None:
     with pytest.raises(CommError, match="exceed max_message_bytes = 16"):
-        sendable(torch.ones(1).expand(5), WHERE, Limits(max_message_bytes=16))
+        sendable(torch.ones(1).expand(5), WHERE, CommConfig(max_message_bytes=16))
     with pytest.raises(CommError, match=r"cannot make a tensor of torch\.float32 contiguous"):
-        sendable(torch.ones(1).expand(1 << 50), WHERE, Limits(max_message_bytes=1 << 60))
+        sendable(torch.ones(1).expand(1 << 50), WHERE, CommConfig(max_message_bytes=1 << 60))
 
 
 def test_a_dtype_that_torch_cannot_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,4 +230,4 @@ def test_a_dtype_that_torch_cannot_copy_is_refused(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Tensor, "contiguous", contiguous)
     with pytest.raises(CommError, match=r"cannot make a tensor of torch\.float32 contiguous"):
-        sendable(torch.zeros(4, 4).t(), "isend", Limits())
+        sendable(torch.zeros(4, 4).t(), "isend", CommConfig())

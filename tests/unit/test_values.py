@@ -22,14 +22,15 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 from torch import Tensor
 
+from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
-from commlayer.wire.tensors import Limits, as_bytes, from_meta, meta_of
+from commlayer.wire.tensors import as_bytes, from_meta, meta_of
 from commlayer.wire.values import pack, parse, register
 from commlayer.wire.values.registered import by_class, by_name
 
 WHERE = "isend_object to rank 1"
-LIMITS = Limits()
-TRUSTING = Limits(allow_pickle=True)
+LIMITS = CommConfig()
+TRUSTING = CommConfig(allow_pickle=True)
 
 
 @register
@@ -85,7 +86,7 @@ class Mode(enum.Flag):
     HIGH = 1 << 70
 
 
-def travel(value: Any, limits: Limits = LIMITS) -> Any:
+def travel(value: Any, limits: CommConfig = LIMITS) -> Any:
     """To the other side by way of what really travels: bytes, descriptions, bytes of tensors."""
     data, tensors = pack(value, limits, WHERE)
     parsed = parse(memoryview(data), len(tensors), limits, WHERE)
@@ -402,7 +403,7 @@ def test_the_cure_is_the_fitting_one() -> None:
 
 
 def test_limits_are_inclusive_and_agree_on_both_sides() -> None:
-    limits = Limits(max_depth=3, max_items=5)
+    limits = CommConfig(max_depth=3, max_items=5)
     assert travel([[[1, 2]]], limits) == [[[1, 2]]]
     data, _ = pack([[[[1]]]], LIMITS, WHERE)
     with pytest.raises(CommError, match="deeper than max_depth = 3"):
@@ -419,7 +420,7 @@ def test_limits_are_inclusive_and_agree_on_both_sides() -> None:
 
 
 def test_a_short_stack_is_an_error_of_the_operation() -> None:
-    limits = Limits(max_depth=200)
+    limits = CommConfig(max_depth=200)
     nested: Any = 1
     for _ in range(200):
         nested = [nested]
@@ -652,7 +653,7 @@ def test_a_tensor_where_none_may_be_is_refused(data: bytes) -> None:
 
 def test_too_large_a_header_is_not_even_read() -> None:
     with pytest.raises(CommError, match="exceed max_header_bytes = 4096"):
-        parse(b"\xc1" * 4097, 0, Limits(max_header_bytes=4096), WHERE)
+        parse(b"\xc1" * 4097, 0, CommConfig(max_header_bytes=4096), WHERE)
 
 
 def test_a_class_that_refuses_its_tensor_is_a_protocol_error() -> None:
@@ -662,7 +663,7 @@ def test_a_class_that_refuses_its_tensor_is_a_protocol_error() -> None:
     assert caught.value.kind is ErrorKind.PROTOCOL
 
 
-def attempt(data: bytes, tensors: list[Tensor], limits: Limits) -> None:
+def attempt(data: bytes, tensors: list[Tensor], limits: CommConfig) -> None:
     before = Alarm.rung
     kinds = set()
     try:

@@ -14,8 +14,9 @@ import torch
 from msgspec.msgpack import Ext
 from torch import Tensor
 
+from commlayer.config import CommConfig
 from commlayer.errors import About, CommError, ErrorKind
-from commlayer.wire.tensors import Limits, sendable
+from commlayer.wire.tensors import sendable
 from commlayer.wire.values import codes
 from commlayer.wire.values.arrays import array_parts, numpy, scalar_parts
 from commlayer.wire.values.codes import COMPLEX_FORMAT, short
@@ -26,7 +27,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str})
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def pack(value: Any, limits: Limits, operation: About) -> tuple[bytes, list[Tensor]]:
+def pack(value: Any, limits: CommConfig, operation: About) -> tuple[bytes, list[Tensor]]:
     """Write `value`; returns its bytes and the distinct tensors in it, each made `sendable`.
 
     Raises `CommError` (UNSUPPORTED) that names the place in the tree, before
@@ -108,7 +109,7 @@ class _Packer:
 
     __slots__ = ("holes", "indices", "limits", "operation", "originals", "tensors", "tokens")
 
-    def __init__(self, limits: Limits, operation: About) -> None:
+    def __init__(self, limits: CommConfig, operation: About) -> None:
         self.limits = limits
         self.operation = operation
         self.tokens: list[Any] = []

@@ -14,8 +14,9 @@ import torch
 from msgspec.msgpack import Ext
 from torch import Tensor
 
+from commlayer.config import CommConfig
 from commlayer.errors import About, CommError, ErrorKind
-from commlayer.wire.tensors import ALL_DTYPES, Limits
+from commlayer.wire.tensors import ALL_DTYPES
 from commlayer.wire.values import codes
 from commlayer.wire.values.arrays import array_of, scalar_of
 from commlayer.wire.values.codes import COMPLEX_FORMAT, short
@@ -54,7 +55,9 @@ class Parsed:
         raise failure.error(operation) from failure.__cause__
 
 
-def parse(data: bytes | memoryview, tensor_count: int, limits: Limits, operation: About) -> Parsed:
+def parse(
+    data: bytes | memoryview, tensor_count: int, limits: CommConfig, operation: About
+) -> Parsed:
     """Read and check what `pack` wrote for a message with `tensor_count` tensors.
 
     `data` is trusted in nothing.  Raises `CommError` (PROTOCOL) for bytes that
@@ -170,7 +173,7 @@ class _Parser:
 
     __slots__ = ("at", "holes", "limits", "seen", "tensor_count", "tokens")
 
-    def __init__(self, tokens: list[Any], tensor_count: int, limits: Limits) -> None:
+    def __init__(self, tokens: list[Any], tensor_count: int, limits: CommConfig) -> None:
         self.tokens = tokens
         self.at = 0
         self.limits = limits

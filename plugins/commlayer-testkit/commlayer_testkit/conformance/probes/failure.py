@@ -92,6 +92,80 @@ def _judge_errors_polled(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]
     return {"errors_polled": Measurement(value, evidence, len(polls))}
 
 
+def _play_release(bench: Bench, variant: str) -> None:
+    """Try everything that might end a wait from outside, on a wait that blocks for good."""
+    peer, work = _lose_peer(bench, variant)
+    attempt = bench.begin_wait(work)
+    attempt.join(0.3)
+    if variant == "mid-transfer":
+        os.kill(peer, signal.SIGKILL)
+        attempt.join(bench.patience)
+    bench.note("before", str(attempt) if attempt.ended else "pending")
+    tried = []
+    calls = bench.link.releases(work)
+    bench.keep(work, calls)
+    for name, call in calls:
+        if attempt.ended:
+            break
+        called = bench.attempt(call)
+        attempt.join(bench.patience)
+        tried.append(name if called.ok else f"{name} ({called})")
+        bench.note("released", attempt.ended)
+        bench.note("tried", list(tried))
+        bench.note("by", name)
+    if variant != "mid-transfer":
+        os.kill(peer, signal.SIGKILL)
+
+
+def _judge_release(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
+    released, evidence = [], []
+    for variant, ranks in outcomes.items():
+        before = ranks[0]["before"]
+        if before != "pending":
+            evidence.append(f"{variant}: the wait {before} by itself")
+            continue
+        tried, freed = ranks[0].get("tried", []), ranks[0].get("released", False)
+        released.append(freed)
+        by = f"released by {ranks[0]['by']}" if freed else f"not by {', '.join(tried) or 'any'}"
+        evidence.append(f"{variant}: {by}")
+    value = bool(released) and all(released)
+    return {"wait_releasable": Measurement(value, tuple(evidence), len(outcomes))}
+
+
+def _play_cancel(bench: Bench, variant: str) -> None:
+    """Take a pending send back and post another: which one does the peer get?"""
+    if bench.rank == 0:
+        work = bench.link.isend(bench.pattern(64, 1))
+        calls = {name: getattr(work, name, None) for name in ("cancel", "Cancel", "abort")}
+        found = {name: call for name, call in calls.items() if callable(call)}
+        bench.note("work", type(work).__name__)
+        bench.note("calls", list(found))
+        for call in found.values():
+            bench.note("cancelled", str(bench.attempt(call)))
+            bench.attempt(lambda: bench.link.isend(bench.pattern(64, 2)))
+            break
+        bench.tell("cancelled", bool(found))
+        bench.hear("received")
+    else:
+        if bench.hear("cancelled") == "True":
+            into = bench.blank(64)
+            attempt = bench.settle(bench.link.irecv(into))
+            bench.note("got second", attempt.ok and bench.holds(into, 2))
+        bench.tell("received")
+
+
+def _judge_cancel(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
+    sender, receiver = outcomes[""]
+    if not sender["calls"]:
+        evidence = f"the work ({sender['work']}) has no call for it"
+        return {"cancel": Measurement(False, (evidence,))}
+    taken = receiver["got second"]
+    evidence = f"{sender['calls'][0]}() of a pending send: " + (
+        "the peer got the next message" if taken else "the peer got it all the same"
+    )
+    return {"cancel": Measurement(bool(taken), (evidence,))}
+
+
 EXPERIMENTS = (
     Experiment(
         ("peer_loss",), _play_peer_loss, _judge_peer_loss, ("receive", "send", "mid-transfer")
@@ -99,4 +173,6 @@ EXPERIMENTS = (
     Experiment(
         ("errors_polled",), _play_errors_polled, _judge_errors_polled, ("receive", "mid-transfer")
     ),
+    Experiment(("wait_releasable",), _play_release, _judge_release, ("receive", "mid-transfer")),
+    Experiment(("cancel",), _play_cancel, _judge_cancel),
 )

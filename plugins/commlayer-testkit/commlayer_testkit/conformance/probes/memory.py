@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from commlayer_testkit.conformance.probes.bench import Bench, in_words
 from commlayer_testkit.conformance.probes.experiment import (
     Experiment,
     Measurement,
+    Missing,
     Pair,
     unmeasured,
 )
@@ -172,7 +174,7 @@ def _judge_source(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
     return {"source_lifetime": Measurement(SourceLifetime.REFERENCE, evidence, 2)}
 
 
-# --- sizes and layouts ---------------------------------------------------------------------------
+# --- sizes, layouts, dtypes ---------------------------------------------------------------------
 
 
 def _play_mismatch(bench: Bench, variant: str) -> None:
@@ -241,6 +243,51 @@ def _judge_contiguous(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
     return {"contiguous_only": Measurement(not all(intact.values()), evidence, len(intact))}
 
 
+def dtypes_that_can_travel() -> dict[str, torch.dtype]:
+    """Every dtype of this torch by name, but quantised ones and those smaller than a byte."""
+    names = {str(v).removeprefix("torch."): v for v in vars(torch).values() if _is_plain(v)}
+    return dict(sorted(names.items()))
+
+
+def _is_plain(value: object) -> bool:
+    if not isinstance(value, torch.dtype):
+        return False
+    name = str(value).removeprefix("torch.")
+    whole = all(name != f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+    return whole and not name.startswith(("q", "bits", "float4"))
+
+
+def _play_dtypes(bench: Bench, variant: str) -> None:
+    for tag, (name, dtype) in enumerate(dtypes_that_can_travel().items()):
+        buffer = bench.pattern(64, tag) if bench.rank == 0 else bench.blank(64)
+        post = bench.link.isend if bench.rank == 0 else bench.link.irecv
+        attempt = bench.attempt(lambda p=post, b=buffer, d=dtype: bench.link.wait(p(b.view(d))))
+        intact = attempt.ok and bench.holds(buffer, tag)
+        bench.note(name, {"intact": intact, "said": str(attempt)})
+        bench.tell(f"{name}/{bench.rank}", attempt.ended)
+        if not attempt.ended or bench.hear(f"{name}/{1 - bench.rank}") != "True":
+            return
+
+
+def _judge_dtypes(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
+    sender, receiver = outcomes[""]
+    tried = dtypes_that_can_travel()
+    seen = {name: receiver.get(name) for name in tried}
+    if not any(seen.values()):
+        raise Missing(f"no dtype could be tried: rank 1 {receiver.ending}")
+    carried = tuple(name for name, note in seen.items() if note and note["intact"])
+    failed = [name for name, note in seen.items() if note and not note["intact"]]
+    untried = [name for name, note in seen.items() if not note]
+    evidence = [f"{len(carried)} of {len(tried)} carried intact"]
+    if failed:
+        said: Any = sender.get(failed[0], seen[failed[0]])
+        evidence.append(f"not: {', '.join(failed)}; {failed[0]}: {said['said']}")
+    if untried:
+        evidence.append(f"not tried after that: {', '.join(untried)}")
+    value = None if len(carried) == len(tried) else carried
+    return {"dtypes": Measurement(value, tuple(evidence), len(tried))}
+
+
 EXPERIMENTS = (
     Experiment(
         ("dropped_work",),
@@ -260,4 +307,5 @@ EXPERIMENTS = (
         ),
     ),
     Experiment(("contiguous_only",), _play_contiguous, _judge_contiguous, ("send", "receive")),
+    Experiment(("dtypes",), _play_dtypes, _judge_dtypes),
 )
