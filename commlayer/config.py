@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -23,6 +23,13 @@ ENVIRONMENT_PREFIX = "COMMLAYER_"
 
 def _key(description: str, unit: str = "", **limits: Any) -> Meta:
     return Meta(description=description, extra={"unit": unit}, **limits)
+
+
+class ChannelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is set for one channel."""
+
+    may_idle: bool = False
+    """Receives on it may wait for ever, as for the next request: they are no stall."""
 
 
 class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -40,8 +47,12 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         _key("Name of the connection; ranks that connect together use the same.", min_length=1),
     ] = "commlayer"
     channels: Annotated[
-        tuple[str, ...],
-        _key("Channels beside the built-in `data`, `control`, `fold` and `broadcast`."),
+        tuple[str, ...] | dict[str, ChannelConfig],
+        _key(
+            "Channels beside the built-in `data`, `control`, `fold` and `broadcast`: a list of "
+            "names, or a table with the settings of each. `may_idle = true`: receives on it may "
+            "wait for ever and are no stall."
+        ),
     ] = ()
     connect_timeout: Annotated[
         float, _key("How long connecting may wait for absent ranks.", "seconds", gt=0, le=1e9)
@@ -224,7 +235,8 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         for field in msgspec.structs.fields(type(self)):
             value = getattr(self, field.name)
             try:
-                msgspec.convert(value, field.type)
+                value = msgspec.convert(value, field.type)
+                msgspec.structs.force_setattr(self, field.name, value)
             except msgspec.ValidationError as error:
                 raise ValueError(f"{field.name}: {error}") from None
             if isinstance(value, float) and not math.isfinite(value):
@@ -239,6 +251,21 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("channels must be named once each")
         if any(not channel or channel.strip() != channel for channel in self.channels):
             raise ValueError("channels must be non-empty names without surrounding blanks")
+
+    @property
+    def idle_channels(self) -> frozenset[str]:
+        """Channels on which receives may wait for ever."""
+        if not isinstance(self.channels, dict):
+            return frozenset()
+        return frozenset(name for name, channel in self.channels.items() if channel.may_idle)
+
+    def with_channels(self, names: Iterable[str]) -> CommConfig:
+        """A copy that has the channels of `names`, too, after its own."""
+        added = [name for name in names if name not in self.channels]
+        if isinstance(self.channels, dict):
+            more = dict.fromkeys(added, ChannelConfig())
+            return msgspec.structs.replace(self, channels=self.channels | more)
+        return msgspec.structs.replace(self, channels=(*self.channels, *added))
 
     @classmethod
     def load(
@@ -339,7 +366,9 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             raise _unknown(variable, "environment", list(keys))
         key = keys[variable]
         try:
-            if key in lists:
+            if key == "channels" and text.lstrip().startswith("{"):
+                values[key] = msgspec.json.decode(text, type=dict[str, ChannelConfig])
+            elif key in lists:
                 values[key] = tuple(part.strip() for part in text.split(",") if part.strip())
             elif key == "options":
                 values[key] = msgspec.json.decode(text, type=dict[str, Any])

@@ -125,7 +125,7 @@ environment a list is separated by commas, a table is JSON, and a boolean is `tr
 ```toml
 [commlayer]
 backend = "auto"
-channels = ["kv"]
 connect_timeout = 30.0
+channels = { kv = {}, requests = { may_idle = true } }  # or a list of names
 ```
 """

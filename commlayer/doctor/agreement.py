@@ -56,6 +56,7 @@ def own(registry: Registry) -> Credentials:
     except CommError as error:
         return Credentials(host, pid, {}, should, str(error))
     keys = {f.name: getattr(config, f.name) for f in msgspec.structs.fields(CommConfig)}
+    keys["channels"] = sorted(config.channels)
     must = {"wire version": WIRE_VERSION, "backend in use": loaded.backend.name}
     must |= {f"config {key}": keys[key] for key in _MUST}
     must |= {f"fact {fact}": value for fact, value in _flat(loaded.backend.semantics.facts())}

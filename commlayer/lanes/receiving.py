@@ -290,6 +290,7 @@ class RecvLane:
         if incoming.lost_bytes:
             self._context.ledger.fail(operation, _no_memory(operation, incoming.lost_bytes))
             return False
+        operation.nbytes = incoming.nbytes
         return True
 
     def _device_failed(self, error: Exception) -> None:

@@ -32,8 +32,11 @@ def diagnose(
     world_size: int,
     older_than: float,
     reason: str,
+    may_idle: Collection[str] = (),
 ) -> Report:
     """Join the states of the ranks that answered.
+
+    On `may_idle` channels a receive that its sender has nothing for is as it should be.
 
     Two ranks agree on which message an operation means by its lane and number.
     What is younger than `older_than` seconds is shown and not judged: ranks are
@@ -41,8 +44,10 @@ def diagnose(
 
     What a rank waits for may be the consequence of what its peer waits for:
     findings that are no such consequence come first, in the order of `Case`.
+    Ranks of a circle that have not called a broadcast equally often may be about
+    to, so that the circle comes first.
     """
-    join = _Join(states, world_size, older_than)
+    join = _Join(states, world_size, older_than, may_idle)
     waits = tuple(join.waits())
     blocking = _blocking(waits)
     cycles = tuple(_cycles(blocking))
@@ -52,9 +57,11 @@ def diagnose(
     circling = {member for cycle in cycles for member in cycle}
 
     def order(suspicion: _Suspicion) -> tuple[bool, int, float]:
-        culprit = suspicion.culprit
+        culprit, finding = suspicion.culprit, suspicion.finding
         consequence = culprit in blocked and culprit not in circling
-        return consequence, _ORDER.index(suspicion.finding.case), -suspicion.age
+        if finding.case is Case.BROADCAST_MISMATCH:
+            consequence |= not circular.isdisjoint(_both_ways(finding.ranks))
+        return consequence, _ORDER.index(finding.case), -suspicion.age
 
     return Report(
         name=name,
@@ -81,10 +88,17 @@ class _Suspicion(NamedTuple):
 class _Join:
     """The states of several ranks, looked at together."""
 
-    def __init__(self, states: Mapping[int, RankState], size: int, older_than: float) -> None:
+    def __init__(
+        self,
+        states: Mapping[int, RankState],
+        size: int,
+        older_than: float,
+        may_idle: Collection[str],
+    ) -> None:
         self._states = states
         self._size = size
         self._older_than = older_than
+        self._may_idle = may_idle
         self._lanes: dict[tuple[int, str, str, int, str], LaneState] = {
             (rank, lane.channel, lane.tag, lane.peer, lane.direction): lane
             for rank, state in states.items()
@@ -102,7 +116,10 @@ class _Join:
             and operation.peer < self._size
         ]
         for rank, operation in sorted(old, key=lambda entry: -entry[1].age):
-            yield RankWait(rank, operation.peer, operation, self._missing(rank, operation))
+            missing = self._missing(rank, operation)
+            idle = operation.direction == "recv" and operation.channel in self._may_idle
+            if missing == "transfer" or not idle:
+                yield RankWait(rank, operation.peer, operation, missing)
 
     def _missing(self, rank: int, operation: PendingOperation) -> Missing:
         peer = self._states.get(operation.peer)
@@ -166,17 +183,13 @@ class _Join:
             mine = max(step + 1, self._called(wait.rank, operation.channel))
             text = _disagree(operation.channel, {peer: called, wait.rank: mine})
             return Case.BROADCAST_MISMATCH, text, self._instead(peer)
-        for other in self._states[peer].operations:
-            same = (other.channel, other.tag, other.step) == (operation.channel, BROADCAST, step)
-            agrees = operation.direction == "send" and other.peer == wait.rank
-            if same and other.direction == "recv" and not agrees:
-                text = f"ranks {wait.rank} and {peer} name different sources for broadcast {step}"
-                return (
-                    Case.BROADCAST_SOURCE,
-                    text,
-                    [_waits_for(RankWait(peer, other.peer, other, "post"))],
-                )
-        return None
+        # It has called this broadcast and has not posted what this rank waits for.
+        same = [
+            _waits_for(RankWait(peer, other.peer, other, "post"))
+            for other in self._states[peer].operations
+            if (other.channel, other.tag, other.step) == (operation.channel, BROADCAST, step)
+        ]
+        return Case.BROADCAST_SOURCE, _different_sources(wait.rank, peer, step), same[:1]
 
     def _called(self, rank: int, channel: str) -> int:
         return dict(self._states[rank].steps).get(channel, 0) if rank in self._states else 0
@@ -240,9 +253,12 @@ class _Join:
             f"rank {rank} has not asked for what rank {lane.peer} sent",
         )
         if lane.tag == BROADCAST:
-            case = Case.BROADCAST_MISMATCH
             counts = {each: self._called(each, lane.channel) for each in (lane.peer, rank)}
-            text = _disagree(lane.channel, counts)
+            if counts[rank] < counts[lane.peer] or lane.peer not in self._states:
+                case, text = Case.BROADCAST_MISMATCH, _disagree(lane.channel, counts)
+            else:  # as many calls, and none of them has asked for this
+                case = Case.BROADCAST_SOURCE
+                text = _different_sources(lane.peer, rank, counts[lane.peer] - 1)
         details = (
             f"rank {rank} has not asked for {_unclaimed(lane)}, here for {seconds(lane.seconds)}",
             *self._instead(rank),
@@ -267,6 +283,11 @@ def _disagree(channel: str, called: Mapping[int, int]) -> str:
         f"ranks {ranks[0]} and {ranks[-1]} disagree on the broadcasts of channel "
         f"{printable(channel)}: {counts}"
     )
+
+
+def _different_sources(one: int, other: int, step: int) -> str:
+    low, high = sorted((one, other))
+    return f"ranks {low} and {high} name different sources for broadcast {step}"
 
 
 def _unclaimed(lane: LaneState) -> str:
@@ -324,6 +345,10 @@ def _shortest(edges: Mapping[int, Sequence[int]], start: int, without: set[int])
                 before[peer] = rank
                 queue.append(peer)
     return ()
+
+
+def _both_ways(ranks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return (ranks[0], ranks[-1]), (ranks[-1], ranks[0])
 
 
 def _pairs(cycle: tuple[int, ...]) -> Iterator[tuple[int, int]]:

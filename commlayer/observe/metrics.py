@@ -7,12 +7,13 @@ written to files (`multiprocess`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -31,6 +32,8 @@ BUCKETS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _CONNECTION = ("connection", "rank", "backend")
 _FLOW = (*_CONNECTION, "channel", "peer", "direction")
 
+Labels = tuple[str, str, str]
+"""Connection, rank and backend."""
 Flow = tuple[str, str, str]
 """Channel, peer and direction: what figures are kept by."""
 
@@ -74,21 +77,41 @@ class _Totals:
         self.wait.add(other.wait)
 
 
-class Metrics:
-    """Counts one connection, in the default registry until closed.  A sink of `Spans`.
+class _Figures:
+    """Counters of one connection, or of all that have had its labels."""
 
-    Raises `CommError` (UNSUPPORTED) where prometheus-client is not installed.
+    def __init__(self) -> None:
+        self.flows: defaultdict[Flow, _Totals] = defaultdict(_Totals)
+        self.stalls = 0
+        self.losses = 0
+
+    def add(self, other: _Figures) -> None:
+        for flow, totals in other.flows.items():
+            self.flows[flow].add(totals)
+        self.stalls += other.stalls
+        self.losses += other.losses
+
+
+class Metrics:
+    """Counts one connection, in the default registry.  A sink of `Spans`.
+
+    What was counted stays there after `close`, and a later connection of the same
+    labels goes on from it.  Receives on `may_idle` channels have no age.  Raises
+    `CommError` (UNSUPPORTED) where prometheus-client is not installed.
     """
 
-    def __init__(self, connection: Connection, backend: str, name: str) -> None:
+    def __init__(
+        self, connection: Connection, backend: str, name: str, may_idle: Collection[str] = ()
+    ) -> None:
         self.connection = connection
-        self.labels = (name, str(connection.rank), backend)
+        self.name = name
+        self.backend = backend
+        self.may_idle = may_idle
         self._lock = connection.runtime.lock()
         self._totals: defaultdict[LaneKey, _Totals] = defaultdict(_Totals)
         self.stalls = 0
-        self.process = os.getpid()
         self._collector = _Collector.the()
-        self._collector.live.append(self)
+        self.labels = self._collector.enter(self)
 
     def finished(self, span: Span) -> None:
         with self._lock:
@@ -104,13 +127,20 @@ class Metrics:
         with self._lock:
             self._totals[operation.lane].wait.observe(until - since)
 
-    def by_flow(self) -> dict[Flow, _Totals]:
+    def counted(self) -> _Figures:
         """What was counted so far."""
-        flows: defaultdict[Flow, _Totals] = defaultdict(_Totals)
+        figures = _Figures()
+        figures.stalls = self.stalls
+        figures.losses = self.lost
         with self._lock:
             for lane, totals in self._totals.items():
-                flows[lane.channel, str(lane.peer), lane.direction].add(totals)
-        return flows
+                figures.flows[lane.channel, str(lane.peer), lane.direction].add(totals)
+        return figures
+
+    @property
+    def lost(self) -> int:
+        """How many peers are lost."""
+        return sum(peer.lost for peer in self.connection.peers.values())
 
     @property
     def in_files(self) -> bool:
@@ -122,11 +152,9 @@ class Metrics:
         self._collector.publish()
 
     def close(self) -> None:
-        """Leave the registry; in files, counters stay."""
-        if self in self._collector.live:
-            self.publish()
-            self._collector.live.remove(self)
-            self.publish()
+        """Take the gauges out of the registry; counters stay as they are.  Once."""
+        self._collector.leave(self)
+        self._collector.publish()
 
 
 _registering = threading.Lock()
@@ -139,8 +167,20 @@ class _Collector:
 
     def __init__(self, core: Any) -> None:
         self._core = core
-        self.live: list[Metrics] = []
         self.files = Files.open()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._live: list[Metrics] = []
+        self._past: defaultdict[Labels, _Figures] = defaultdict(_Figures)
+        """What connections that are closed have counted."""
+
+    def _own(self) -> None:
+        """Begin anew in a forked child: what it has inherited is its parent's, locks included."""
+        if self._process != os.getpid():
+            self._begin()
 
     @classmethod
     def the(cls) -> _Collector:
@@ -158,7 +198,42 @@ class _Collector:
             if cls._instance is None:
                 cls._instance = cls(core)
                 REGISTRY.register(cls._instance)
+            cls._instance._own()
             return cls._instance
+
+    def enter(self, metrics: Metrics) -> Labels:
+        """Add a connection; returns its labels.
+
+        A second open connection of one name is NAME.2, as in the files of the flight
+        recorder; once the first is closed, the next one is NAME again.
+        """
+        with self._lock:
+            for number in itertools.count(1):
+                name = metrics.name if number == 1 else f"{metrics.name}.{number}"
+                if not any(_in_the_way(name, other, metrics) for other in self._live):
+                    break
+            self._live.append(metrics)
+        return name, str(metrics.connection.rank), metrics.backend
+
+    def leave(self, metrics: Metrics) -> None:
+        """Keep what a connection has counted, without the connection."""
+        self._own()
+        with self._lock:
+            if metrics in self._live:
+                self._live.remove(metrics)
+                self._past[metrics.labels].add(metrics.counted())
+
+    def _counted(self) -> tuple[list[Metrics], dict[Labels, _Figures]]:
+        """The open connections, and the counters of all that there have been."""
+        self._own()
+        counted: defaultdict[Labels, _Figures] = defaultdict(_Figures)
+        with self._lock:
+            live = list(self._live)
+            for labels, figures in self._past.items():
+                counted[labels].add(figures)
+            for metrics in live:
+                counted[metrics.labels].add(metrics.counted())
+        return live, counted
 
     def publish(self) -> None:
         """Write the families to files, in that mode; a failure is logged and ends it."""
@@ -199,31 +274,52 @@ class _Collector:
             labels=_CONNECTION,
         )
         stalls = counter("commlayer_stalls", "Stall reports made.", labels=_CONNECTION)
+        losses = counter("commlayer_peer_losses", "Peers lost so far.", labels=_CONNECTION)
         lost = gauge("commlayer_peers_lost", "Peers dead or unreachable.", labels=_CONNECTION)
-        own = [metrics for metrics in self.live if metrics.process == os.getpid()]
-        for metrics in own:  # a fork inherits the others, with locks that nobody will let go
+        live, counted = self._counted()
+        for metrics in live:
             snapshot = metrics.connection.ledger.snapshot()
             for flow, operations in _by_flow(snapshot.operations).items():
                 labels = (*metrics.labels, *flow)
-                ages = [each.age for each in operations if each.state == "pending"]
                 in_flight.add_metric(labels, len(operations))
                 bytes_.add_metric(labels, sum(each.nbytes for each in operations))
-                oldest.add_metric(labels, max(ages, default=0.0))
-            for flow, totals in metrics.by_flow().items():
-                labels = (*metrics.labels, *flow)
+                oldest.add_metric(labels, _oldest(operations, metrics.may_idle))
+            retained.add_metric(metrics.labels, snapshot.bytes)
+            given_up.add_metric(metrics.labels, len(snapshot.quarantined))
+            lost.add_metric(metrics.labels, metrics.lost)
+        for connection, figures in counted.items():
+            for flow, totals in figures.flows.items():
+                labels = (*connection, *flow)
                 completed.add_metric(labels, totals.completed)
                 moved.add_metric(labels, totals.bytes)
                 for kind, count in totals.failed.items():
                     failed.add_metric((*labels, kind), count)
                 reap.add_metric(labels, _buckets(totals.reap), totals.reap.sum)
                 wait.add_metric(labels, _buckets(totals.wait), totals.wait.sum)
-            peers = metrics.connection.peers.values()
-            retained.add_metric(metrics.labels, snapshot.bytes)
-            given_up.add_metric(metrics.labels, len(snapshot.quarantined))
-            stalls.add_metric(metrics.labels, metrics.stalls)
-            lost.add_metric(metrics.labels, sum(peer.lost for peer in peers))
+            stalls.add_metric(connection, figures.stalls)
+            losses.add_metric(connection, figures.losses)
         yield from (in_flight, bytes_, oldest, completed, moved, failed, reap, wait)
-        yield from (retained, given_up, stalls, lost)
+        yield from (retained, given_up, stalls, losses, lost)
+
+
+def _in_the_way(name: str, other: Metrics, metrics: Metrics) -> bool:
+    """Whether `other` keeps `metrics` from the name.
+
+    Two ranks of one connection in one process share theirs; they are of one size.
+    """
+    if other.labels[0] != name:
+        return False
+    mine, theirs = metrics.connection, other.connection
+    return mine.rank == theirs.rank or mine.size != theirs.size
+
+
+def _oldest(operations: list[OperationView], may_idle: Collection[str]) -> float:
+    ages = [
+        each.age
+        for each in operations
+        if each.state == "pending" and not (each.direction == "recv" and each.channel in may_idle)
+    ]
+    return max(ages, default=0.0)
 
 
 def _by_flow(operations: tuple[OperationView, ...]) -> dict[Flow, list[OperationView]]:

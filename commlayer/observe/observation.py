@@ -62,9 +62,12 @@ class Observation:
         self._said_at = -float("inf")
         self._closed = False
         self._process = os.getpid()
-        self._survey = Survey(connection, steps)
+        self._may_idle = config.idle_channels
+        self._survey = Survey(connection, steps, self._may_idle)
         self._inquiry = Inquiry(connection, self._survey, self._on_alarm)
-        self._watch = StallWatch(config.stall_timeout) if config.stall_timeout else None
+        self._watch = (
+            StallWatch(config.stall_timeout, self._may_idle) if config.stall_timeout else None
+        )
         self._recorder: Recorder | None = None
         self._metrics: Metrics | None = None
         self._spans: Spans | None = None
@@ -84,7 +87,7 @@ class Observation:
         if config.metrics:
             from commlayer.observe.metrics import Metrics
 
-            self._metrics = Metrics(connection, backend, config.name)
+            self._metrics = Metrics(connection, backend, config.name, config.idle_channels)
             sinks.append(self._metrics)
         if sinks:
             self._spans = Spans(now, sinks)
@@ -168,6 +171,7 @@ class Observation:
             world_size=connection.size,
             older_than=older_than,
             reason=reason,
+            may_idle=self._may_idle,
         )
 
     def report(self, timeout: float) -> Report:

@@ -49,7 +49,8 @@ REMEDIES = {
     Case.BROADCAST_SOURCE: "Have every rank pass the same src for the same broadcast",
     Case.WRONG_LANE: "Have both ranks use the same kind of call, channel and tag, in one order",
     Case.CYCLE: "Post receives before waiting for a send, and sends before waiting for a receive; "
-    "give traffic that must not wait for other traffic its own channel",
+    "give traffic that must not wait for other traffic its own channel; where a broadcast is part "
+    "of the circle, see whether a rank has skipped it",
     Case.PEER_SILENT: "See whether that process runs: stopped (SIGSTOP, a debugger), a thread that "
     "does not release the interpreter, a host that cannot be reached; it answers only in calls on "
     "a transport that moves only in calls",
@@ -58,12 +59,13 @@ REMEDIES = {
     Case.BOUND_REACHED: "See why the receiver of the oldest send does not receive, or raise "
     "max_inflight_ops or max_inflight_bytes",
     Case.NEVER_RECEIVED: "Post the receive, or do not send; see what that rank does instead",
-    Case.NEVER_SENT: "Send it, or do not receive; see what that rank does instead",
+    Case.NEVER_SENT: "Send it, or do not receive; see what that rank does instead. Receives that "
+    "may wait for ever belong on a channel with may_idle = true",
     Case.TRANSFER: "A slow or broken link, or a transport that needs calls to move; see the "
     "transport's own log",
     Case.TRACKED: "See what the tracked work waits for",
-    Case.IDLE: "Nothing to do if nothing was due; raise stall_timeout, or set it to 0, if ranks "
-    "are idle for so long",
+    Case.IDLE: "Nothing to do if nothing was due; receives that may wait for ever belong on a "
+    "channel with may_idle = true",
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.runtime import Runtime, Task
@@ -16,12 +16,13 @@ logger = logging.getLogger("commlayer")
 class StallWatch:
     """Decides when a report is due: once when something is stuck, again when it has aged twofold.
 
-    Stuck is an operation that is `limit` seconds old, and a broadcast that has been
-    here for so long without being asked for.
+    Stuck is an operation that is `limit` seconds old, receives on `may_idle` channels
+    excepted, and a broadcast that has been here for so long without being asked for.
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, limit: float, may_idle: Collection[str] = ()) -> None:
         self._limit = limit
+        self._may_idle = may_idle
         self._what: Hashable = None
         self._age = 0.0
 
@@ -29,7 +30,8 @@ class StallWatch:
         """Why a report is due, or an empty text."""
         ages: list[tuple[float, Hashable]] = [
             (each.age, (each.channel, each.tag, each.peer, each.direction, each.number))
-            for each in state.operations[:1]
+            for each in state.operations
+            if each.direction != "recv" or each.channel not in self._may_idle
         ]
         ages += [
             (lane.seconds, (lane.channel, lane.tag, lane.peer, lane.count))

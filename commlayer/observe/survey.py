@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 
 from commlayer.lanes.connection import Connection
@@ -32,12 +32,19 @@ from commlayer.wire.tags import CONTROL_LANE
 class Survey:
     """Looks at one connection.  Safe on any thread; takes locks for moments only.
 
-    `steps` returns the number of broadcasts of each channel.
+    `steps` returns the number of broadcasts of each channel.  Receives on `may_idle`
+    channels are the first to be left out where there are too many operations.
     """
 
-    def __init__(self, connection: Connection, steps: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        steps: Callable[[], Mapping[str, int]],
+        may_idle: Collection[str] = (),
+    ) -> None:
         self._connection = connection
         self._steps = steps
+        self._may_idle = may_idle
         self._unclaimed: dict[LaneKey, tuple[int, float]] = {}
 
     def look(self) -> RankState:
@@ -73,7 +80,10 @@ class Survey:
             for number, operation in enumerate(operations, asked - len(operations)):
                 known = operation.sequence
                 views.append(_view(operation, known if known >= 0 else number, now))
-        return sorted(views, key=lambda view: -view.age)
+        return sorted(views, key=lambda view: (self._idles(view), -view.age))
+
+    def _idles(self, view: PendingOperation) -> bool:
+        return view.direction == "recv" and view.channel in self._may_idle
 
     def _lanes(self, now: float) -> dict[LaneKey, LaneState]:
         states = {}

@@ -72,7 +72,8 @@ class ThreadState(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_f
 class RankState(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """What a rank waits for.
 
-    `operations` are the oldest; `omitted` were left out, of them or of `lanes`.
+    `operations` are the oldest, those that may idle last; `omitted` were left out, of
+    them or of `lanes`.
     `steps` is the number of broadcasts of each channel that has had one.
     `held_up` threads wait for room under the bounds.
     """

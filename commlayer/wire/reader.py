@@ -14,6 +14,7 @@ from commlayer.config import CommConfig
 from commlayer.errors import About
 from commlayer.wire.frame import (
     LOOSE,
+    PREFIX_BYTES,
     Body,
     Kind,
     Placement,
@@ -32,14 +33,15 @@ _VALUES = (Kind.OBJECT, Kind.TENSOR_DICT)
 class Incoming:
     """A message whose header was checked.
 
-    `tensors` are those that are here: payload that a claim received into its own
-    memory stays ``None``.
+    `nbytes` is its size, header included.  `tensors` are those that are here: payload that a
+    claim received into its own memory stays ``None``.
     """
 
     __slots__ = (
         "body",
         "kind",
         "lost_bytes",
+        "nbytes",
         "parsed",
         "schema",
         "sequence",
@@ -55,6 +57,7 @@ class Incoming:
         self.sequence = prefix.sequence
         self.slot = prefix.slot
         self.step = prefix.step
+        self.nbytes = PREFIX_BYTES + prefix.body + schema.nbytes
         self.parsed = parsed
         self.tensors: list[Tensor | None] = []
         self.lost_bytes = 0

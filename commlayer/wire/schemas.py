@@ -169,12 +169,23 @@ class SentSchemas:
 class Schema:
     """What a header says of its tensors and value, checked.
 
+    `nbytes` is the size of all tensors, `inline` of those in the header message.
     `parts` are shape, dtype, size in bytes and placement of each tensor, `payload`
     the indices of those that are messages of their own.  `reusable` is the parsed
     value where it can be built any number of times.
     """
 
-    __slots__ = ("body", "inline", "kind", "on_device", "parts", "payload", "reserved", "reusable")
+    __slots__ = (
+        "body",
+        "inline",
+        "kind",
+        "nbytes",
+        "on_device",
+        "parts",
+        "payload",
+        "reserved",
+        "reusable",
+    )
 
     def __init__(self, kind: Kind, body: Body, reusable: Parsed | None) -> None:
         placements = body.placements
@@ -185,6 +196,7 @@ class Schema:
             (meta.shape, DTYPES[meta.dtype], meta.nbytes, place)
             for meta, place in zip(body.tensors, placements, strict=True)
         ]
+        self.nbytes = sum(meta.nbytes for meta in body.tensors)
         self.inline = body.inline_bytes
         self.payload = [i for i, place in enumerate(placements) if place == Placement.MESSAGE]
         self.on_device = any(place >= Placement.DEVICE for place in placements)

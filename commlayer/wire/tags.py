@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 BUILTIN_CHANNELS = ("broadcast", "control", "data", "fold")
 MAX_TAG = (1 << 16) - 1
@@ -31,7 +31,7 @@ class TagMap:
     matter; all ranks must name the same set.
     """
 
-    def __init__(self, extra: Sequence[str]) -> None:
+    def __init__(self, extra: Iterable[str]) -> None:
         self.channels = (*BUILTIN_CHANNELS, *sorted(set(extra) - set(BUILTIN_CHANNELS)))
         self._index = {channel: index for index, channel in enumerate(self.channels)}
 

@@ -29,7 +29,7 @@ def state(
     return RankState(rank, "host", 1, operations, lanes, 0, (("broadcast", steps),), 0, threads)
 
 
-def report(*states: RankState, size: int = 0) -> Report:
+def report(*states: RankState, size: int = 0, may_idle: tuple[str, ...] = ()) -> Report:
     return diagnose(
         {each.rank: each for each in states},
         name="test",
@@ -37,6 +37,7 @@ def report(*states: RankState, size: int = 0) -> Report:
         world_size=size or len(states),
         older_than=5.0,
         reason="asked for",
+        may_idle=may_idle,
     )
 
 
@@ -66,6 +67,44 @@ def test_a_rank_outside_a_circle_that_waits_for_it_is_a_consequence() -> None:
     assert made.cycles == ((1, 2),)
     assert made.findings[0].case is Case.CYCLE
     assert made.findings[-1].ranks == (0, 1)
+
+
+def test_a_circle_comes_before_a_broadcast_that_it_keeps_a_rank_from() -> None:
+    """Rank 1 waits for a broadcast that rank 0 calls once it has heard from rank 1."""
+    made = report(
+        state(0, operation("recv", 1), steps=3), state(1, operation("recv", 0, step=3), steps=4)
+    )
+    assert [f.case for f in made.findings] == [Case.CYCLE, Case.BROADCAST_MISMATCH]
+
+
+def test_a_skipped_broadcast_without_a_circle_comes_first() -> None:
+    made = report(state(0, steps=3), state(1, operation("recv", 0, step=3), steps=4))
+    assert [f.case for f in made.findings] == [Case.BROADCAST_MISMATCH]
+
+
+def test_a_source_that_has_gone_on_is_no_source() -> None:
+    made = report(state(0, operation("recv", 1, step=0), steps=1), state(1, steps=1))
+    assert [f.case for f in made.findings] == [Case.BROADCAST_SOURCE]
+    assert made.findings[0].text == "ranks 0 and 1 name different sources for broadcast 0"
+
+
+def test_a_broadcast_nobody_asks_for_after_as_many_calls_has_another_source() -> None:
+    here = LaneState("broadcast", "broadcast", 0, "recv", 0, 1, 9.0)
+    made = report(state(0, steps=2), state(1, lanes=(here,), steps=2))
+    assert made.case is Case.BROADCAST_SOURCE
+    made = report(state(0, steps=2), state(1, lanes=(here,), steps=1))
+    assert made.case is Case.BROADCAST_MISMATCH
+
+
+def test_receives_may_idle_where_that_is_said() -> None:
+    waiting, other = state(0, operation("recv", 1)), state(1)
+    assert report(waiting, other).case is Case.NEVER_SENT
+    assert report(waiting, other, may_idle=("data",)).findings == ()
+    assert report(waiting, size=2, may_idle=("data",)).findings == ()
+    sent = state(1, lanes=(lane("send", 0, 1),))
+    assert report(waiting, sent, may_idle=("data",)).case is Case.TRANSFER
+    sender = state(1, operation("send", 0), lanes=(lane("send", 0, 1),))
+    assert report(state(0), sender, may_idle=("data",)).case is Case.NEVER_RECEIVED
 
 
 def test_both_sides_posted_is_a_matter_of_the_transport() -> None:

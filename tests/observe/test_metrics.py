@@ -23,7 +23,7 @@ LARGE = 1 << 16
 
 def value(name: str, comm: Communicator, **labels: str) -> float | None:
     """A sample of `comm` in the default registry; ``None`` if there is none."""
-    fixed = {"connection": "commlayer", "rank": str(comm.rank), "backend": "local"}
+    fixed = {"connection": comm.config.name, "rank": str(comm.rank), "backend": "local"}
     found: float | None = prometheus.REGISTRY.get_sample_value(name, {**fixed, **labels})
     return found
 
@@ -33,8 +33,9 @@ def to(peer: int, direction: str, channel: str = "data") -> dict[str, str]:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Communicator, Communicator]]:
-    with connected(2, metrics=True) as (a, b):
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Communicator, Communicator]]:
+    """Two ranks whose figures no other test counts into: counters survive their connection."""
+    with connected(2, metrics=True, name=request.node.name) as (a, b):
         yield a, b
 
 
@@ -47,9 +48,10 @@ def test_what_is_complete(pair: tuple[Communicator, Communicator]) -> None:
     sent, received = to(1, "send"), to(0, "recv")
     assert value("commlayer_operations_completed_total", a, **sent) == 2
     assert value("commlayer_operations_completed_total", b, **received) == 2
-    moved = value("commlayer_bytes_completed_total", a, **sent)
-    assert moved is not None
-    assert LARGE < moved < LARGE + 1000
+    for comm, flow in ((a, sent), (b, received)):
+        moved = value("commlayer_bytes_completed_total", comm, **flow)
+        assert moved is not None
+        assert LARGE < moved < LARGE + 1000
     assert value("commlayer_reap_seconds_count", a, **sent) == 2
     assert value("commlayer_reap_seconds_bucket", a, le="+Inf", **sent) == 2
     assert value("commlayer_operations_in_flight", a, **sent) is None
@@ -107,12 +109,66 @@ def test_failures_by_kind_and_lost_peers() -> None:
         assert value("commlayer_peers_lost", a) == 1
 
 
-def test_a_closed_connection_leaves_the_registry() -> None:
-    with connected(2, metrics=True) as (a, _):
+def test_counters_survive_close_and_a_later_connection_goes_on_from_them() -> None:
+    sent, name = to(1, "send"), "of-two-generations"
+    for generation in (1, 2):
+        with connected(2, metrics=True, name=name) as (a, b):
+            a.isend_object("x", 1)
+            b.recv_object(0)
+            a.drain(20)
+            assert value("commlayer_retained_bytes", a) == 0
+        assert value("commlayer_operations_completed_total", a, **sent) == generation
+        assert value("commlayer_reap_seconds_count", a, **sent) == generation
         assert value("commlayer_stalls_total", a) == 0
-    assert value("commlayer_stalls_total", a) is None
-    exposed = prometheus.generate_latest().decode()
-    assert "commlayer_stalls_total" in exposed
+        assert value("commlayer_retained_bytes", a) is None, "gauges are gone"
+
+
+def test_a_loss_can_be_scraped_after_the_connection_was_closed() -> None:
+    hub, name = Hub(2), "of-an-incident"
+    with connected(hub=hub, metrics=True, name=name) as (a, _):
+        receive = a.irecv_object(1)
+        hub.kill(1)
+        with pytest.raises(CommError):
+            receive.wait(20)
+    failed = value("commlayer_operations_failed_total", a, kind="peer_lost", **to(1, "recv"))
+    assert failed == 1
+    assert value("commlayer_peer_losses_total", a) == 1
+
+
+def test_two_open_connections_of_one_name_are_counted_apart() -> None:
+    sent, settings = to(1, "send"), {"metrics": True, "name": "of-two-worlds"}
+    with connected(2, **settings) as (a, b), connected(3, **settings) as (c, d, _):
+        for sender, receiver, count in ((a, b, 1), (c, d, 2)):
+            for _ in range(count):
+                sender.isend_object("x", 1)
+                receiver.recv_object(0)
+            sender.drain(20)
+        second = {"connection": "of-two-worlds.2", **sent}
+        assert value("commlayer_operations_completed_total", a, **sent) == 1
+        assert value("commlayer_operations_completed_total", c, **second) == 2
+        lines = prometheus.generate_latest().decode().splitlines()
+        series = [line.rpartition(" ")[0] for line in lines if line.startswith("commlayer_")]
+        assert len(series) == len(set(series))
+    with connected(2, **settings) as (a, b):
+        a.isend_object("x", 1)
+        b.recv_object(0)
+        a.drain(20)
+        assert value("commlayer_operations_completed_total", a, **sent) == 2
+
+
+def test_receives_that_may_idle_have_no_age() -> None:
+    with connected(2, metrics=True, channels={"requests": {"may_idle": True}}) as (a, b):
+        receive = a.channel("requests").irecv_object(1)
+        other = a.irecv_object(1)
+        idle, due = to(1, "recv", "requests"), to(1, "recv")
+        assert value("commlayer_operations_in_flight", a, **idle) == 1
+        assert value("commlayer_oldest_operation_seconds", a, **idle) == 0
+        age = value("commlayer_oldest_operation_seconds", a, **due)
+        assert age is not None
+        assert age > 0
+        b.channel("requests").send_object(1, 0)
+        b.send_object(1, 0)
+        assert receive.result(20) == other.result(20) == 1
 
 
 def test_connections_of_one_process_share_families(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ranks import here
 from ranks.pool import Ranks, collect
 
-from commlayer import Communicator
+from commlayer import CommTimeout, Communicator
 from commlayer.observe.report import Case, Report
 
 LIMIT = 0.4
@@ -109,7 +109,7 @@ def test_three_ranks_that_all_send_and_wait_are_a_cycle(ranks: Ranks) -> None:
         assert all(w.operation.nbytes >= 4 * LARGE for w in report.waits)
 
 
-def one_skips_a_broadcast(waiting: int, large: bool) -> None:
+def one_skips_a_broadcast(waiting: int, large: bool, circle: bool) -> None:
     comm, reported = connect()
     for step in range(3):
         comm.broadcast_object(step, 0)
@@ -117,26 +117,36 @@ def one_skips_a_broadcast(waiting: int, large: bool) -> None:
     def body() -> None:
         if comm.rank == waiting:
             comm.broadcast(torch.ones(LARGE if large else 1), 0)
-        comm.recv_object(1 - comm.rank)
+        if circle:
+            comm.recv_object(1 - comm.rank)
 
     in_background(body)
     here.say(reported())
     end()
 
 
+@pytest.mark.parametrize("circle", [False, True], ids=["open", "circle"])
 @pytest.mark.parametrize("large", [False, True], ids=["inline", "large"])
 @pytest.mark.parametrize("waiting", [0, 1], ids=["sent", "received"])
-def test_a_broadcast_that_one_rank_skips(ranks: Ranks, waiting: int, large: bool) -> None:
-    """Rank `waiting` is one broadcast ahead, as the source or as a receiver."""
-    processes = ranks.spawn(one_skips_a_broadcast, 2, waiting, large)
+def test_a_broadcast_that_one_rank_skips(
+    ranks: Ranks, waiting: int, large: bool, circle: bool
+) -> None:
+    """Rank `waiting` is one broadcast ahead, as the source or as a receiver.
+
+    Where both then wait for each other, the other rank may be about to call it, so
+    that the circle comes first.
+    """
+    processes = ranks.spawn(one_skips_a_broadcast, 2, waiting, large, circle)
     for report in [process.hear() for process in processes]:
-        assert report.case is Case.BROADCAST_MISMATCH
-        assert set(report.findings[0].ranks) == {0, 1}
+        first = [Case.CYCLE, Case.BROADCAST_MISMATCH] if circle else [Case.BROADCAST_MISMATCH]
+        assert [finding.case for finding in report.findings][: len(first)] == first
+        mismatch = report.findings[len(first) - 1]
+        assert set(mismatch.ranks) == {0, 1}
         counts = [3, 3]
         counts[waiting] += 1
         text = str(report)
         assert f"rank 0 has called {counts[0]}, rank 1 has called {counts[1]}" in text
-        details = " ".join(report.findings[0].details)
+        details = " ".join(mismatch.details)
         if waiting == 1 or large:
             assert f"rank {waiting} has waited" in details
             assert "broadcast 3 of the channel" in details
@@ -153,8 +163,37 @@ def different_sources() -> None:
 
 def test_ranks_that_name_different_sources(ranks: Ranks) -> None:
     for report in reports_of(ranks, different_sources):
-        assert Case.BROADCAST_SOURCE in {finding.case for finding in report.findings}
+        assert report.case is Case.BROADCAST_SOURCE
         assert "name different sources for broadcast 0" in str(report)
+
+
+def all_are_the_source() -> None:
+    comm, reported = connect()
+    in_background(lambda: comm.broadcast(torch.ones(LARGE), comm.rank))
+    here.say(reported())
+    end()
+
+
+def test_ranks_that_all_think_they_are_the_source(ranks: Ranks) -> None:
+    for report in reports_of(ranks, all_are_the_source, 3):
+        assert cases(report) == {Case.BROADCAST_SOURCE, Case.CYCLE}
+        assert report.case is Case.BROADCAST_SOURCE
+        text = report.findings[0].text
+        assert re.fullmatch(r"ranks \d and \d name different sources for broadcast 0", text)
+
+
+def one_of_three_differs() -> None:
+    comm, reported = connect()
+    in_background(lambda: comm.broadcast_object(None, 2 if comm.rank == 1 else 0))
+    here.say(reported())
+    end()
+
+
+def test_one_rank_of_three_names_another_source(ranks: Ranks) -> None:
+    """The rank that it names has taken part in that broadcast, and gone on."""
+    for report in reports_of(ranks, one_of_three_differs, 3):
+        assert cases(report) == {Case.BROADCAST_SOURCE}
+        assert all(1 in finding.ranks for finding in report.findings)
 
 
 def different_calls() -> None:
@@ -289,6 +328,33 @@ def on_a_signal() -> None:
 
 def test_a_signal_asks_for_a_report_and_reaches_the_handler_before(ranks: Ranks) -> None:
     ranks.run(on_a_signal, 2)
+
+
+def an_idle_server() -> Report | None:
+    comm = here.connect(
+        stall_timeout=LIMIT, channels={"requests": {"may_idle": True}}, record_sites=True
+    )
+    requests = comm.channel("requests")
+    if comm.rank == 0:
+        here.meet("waited", 3)
+        for rank in (1, 2):
+            requests.send_object("stop", rank)
+    else:
+        receive = requests.irecv_object(0)
+        with pytest.raises(CommTimeout):
+            receive.wait(LIMIT * 6)
+        report = comm.report()
+        assert report.findings == ()
+        assert "irecv_object from rank 0 (channel requests" in str(report), "it is listed"
+        here.meet("waited", 3)
+        assert receive.result(20) == "stop"
+    here.meet("stopped", 3)
+    comm.close()
+    return comm.last_report
+
+
+def test_a_server_that_waits_for_requests_is_no_stall(ranks: Ranks) -> None:
+    assert ranks.run(an_idle_server, 3) == [None] * 3
 
 
 def an_idle_engine() -> Report:

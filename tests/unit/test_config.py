@@ -133,6 +133,9 @@ def test_unknown_key_without_a_near_miss_lists_the_known_ones():
         ("allow_pickle", 1),
         ("channels", "kv"),
         ("channels", ["kv", "kv"]),
+        ("channels", {"kv": {"may_idl": True}}),
+        ("channels", {"kv": {"may_idle": 3}}),
+        ("channels", {" kv": {}}),
         ("channels", ["kv", ""]),
         ("channels", [" kv"]),
         ("channels", [f"c{n}" for n in range(1001)]),
@@ -209,3 +212,20 @@ def test_the_documented_table_is_the_generated_one():
     assert documented.read_text() == render_markdown(), (
         "run: commlayer config --markdown > docs/configuration.md"
     )
+
+
+def test_channels_with_settings() -> None:
+    table = {"channels": {"kv": {}, "requests": {"may_idle": True}}}
+    environ = {"COMMLAYER_CHANNELS": '{"kv": {}, "requests": {"may_idle": true}}'}
+    for config in (
+        CommConfig.load(table, environ={}),
+        CommConfig.load(environ=environ),
+        CommConfig(**table),  # type: ignore[arg-type]
+    ):
+        assert list(config.channels) == ["kv", "requests"]
+        assert config.idle_channels == {"requests"}
+        more = config.with_channels(["kv", "draft"])
+        assert list(more.channels) == ["kv", "requests", "draft"]
+        assert more.idle_channels == {"requests"}
+    assert CommConfig(channels=("kv",)).with_channels(["draft"]).channels == ("kv", "draft")
+    assert CommConfig(channels=("kv",)).idle_channels == frozenset()

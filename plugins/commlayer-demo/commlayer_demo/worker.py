@@ -69,8 +69,7 @@ class Job:
         """`config` with the channels of the topology, of which only the first is bounded."""
         _, *folds = self.topology.channels
         return replace(
-            self.config,
-            channels=_union(self.config.channels, self.topology.channels),
+            self.config.with_channels(self.topology.channels),
             unbounded_channels=_union(self.config.unbounded_channels, folds),
         )
 

@@ -79,9 +79,8 @@ def settings_of(
             "the engine's own format has pickled metadata: a peer can run code here",
             "Say allow_pickle = true where every rank is trusted",
         )
-    channels = (*config.channels, *(c for c in CHANNELS if c not in config.channels))
     config = msgspec.structs.replace(
-        config, backend=_backend(config.backend, platform), channels=channels
+        config.with_channels(CHANNELS), backend=_backend(config.backend, platform)
     )
     return Settings(wire_format, config, max_sequences, draft_tokens)
 
