@@ -19,7 +19,7 @@ from commlayer.handle import (
     StreamHandle,
 )
 from commlayer.lanes.claims import MessageClaim
-from commlayer.lanes.encode import check_dict
+from commlayer.lanes.encode import as_dict
 from commlayer.observe.report import Report
 from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.ledger import Ledger
@@ -161,9 +161,10 @@ class Communicator:
         """Post a send of a value to rank `dst`.
 
         A value is any tree of ``None``, bool, int, float, complex, str, bytes,
-        list, tuple, set, dict, tensors, torch dtypes, devices and sizes, numpy
-        arrays and scalars, and registered dataclasses, named tuples and enums.
-        Anything else needs ``allow_pickle``.
+        list, tuple, set, dict (any mapping, which arrives as a dict), tensors, torch
+        dtypes, devices and sizes, numpy arrays and scalars, dates, times, paths,
+        ``deque``, ``UUID``, ``Decimal``, and instances of classes that were registered
+        (`commlayer.register`).  Anything else needs ``allow_pickle``.
         """
         return self._send_object("isend_object", obj, dst, OBJECTS)
 
@@ -199,9 +200,9 @@ class Communicator:
         operation = self._operation("isend_tensor_dict", dst, "send", OBJECTS)
         value = tensor_dict
         if group is not None:
-            check_dict(tensor_dict, operation)
+            whole = as_dict(tensor_dict, operation)
             where = operation.describe()
-            whole, value = value, sliced(value, all_gather_tensors, group, where)
+            value = sliced(whole, all_gather_tensors, group, where)
             if self.config.check_slices:
                 key = group._exchange.key(self._exchange_kind("check"))
                 check_replicated(whole, value, group, key, where, self.config.full_timeout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Encoder:
                     layout, packed = flat.known
                     return self._message(operation, layout, flat.tensors, packed, step)
                 key = flat.key
-            check_dict(value, operation)
+            value = as_dict(value, operation)
         packed, tensors = pack(value, self._config, operation)
         outgoing = self._encode(operation, kind, tensors, packed, step, at_most)
         if key is not None:
@@ -166,12 +166,23 @@ class Encoder:
         return padded
 
 
-def check_dict(value: Any, operation: Operation) -> None:
-    """Raise `CommError` (CONFIG) unless `value` is a dict whose keys are str."""
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+def as_dict(value: Any, operation: Operation) -> dict[str, Any]:
+    """`value` as a dict, itself if it is one; `CommError` (CONFIG) unless its keys are str."""
+    try:
+        # A copy of any other mapping, whose items may be computed anew at each look.
+        entries = dict(value.items()) if isinstance(value, Mapping) else None
+    except Exception as error:
+        raise CommError(
+            ErrorKind.UNSUPPORTED,
+            operation.describe(),
+            f"the tensor dict cannot be read ({type(error).__name__}: {error})",
+            "Correct its class, or pass a dict",
+        ) from error
+    if entries is None or not all(isinstance(key, str) for key in entries):
         raise CommError(
             ErrorKind.CONFIG,
             operation.describe(),
-            "a tensor dict is a dict whose keys are str",
+            "a tensor dict is a mapping whose keys are str",
             "Use isend_object for other values",
         )
+    return value if type(value) is dict else entries

@@ -33,7 +33,7 @@ from commlayer.config import CommConfig
 from commlayer.errors import About, CommError, ErrorKind
 from commlayer.wire.tensors import TensorMeta
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 _MAGIC = b"CML"
 _FIELDS = struct.Struct("<3sBBBBxQqIII")
 _CHECKSUM = struct.Struct("<I")

@@ -81,19 +81,27 @@ def receiver_has(sender: type, receiver: type | None) -> None:
 BAD: dict[str, tuple[Callable[[], None], Callable[[Any], Any], str]] = {
     "unknown class": (lambda: receiver_has(Meta, None), lambda x: Meta(1, x), "not registered"),
     "another field": (
-        lambda: receiver_has(Meta, OlderMeta), lambda x: Meta(1, x), "'priority'",
+        lambda: receiver_has(Meta, OlderMeta),
+        lambda x: Meta(1, x),
+        "'priority'",
     ),
     "a constructor that raises": (
-        lambda: receiver_has(Meta, StrictMeta), lambda x: Meta(1, x), "does not like it",
+        lambda: receiver_has(Meta, StrictMeta),
+        lambda x: Meta(1, x),
+        "does not like it",
     ),
     "unknown member": (
-        lambda: receiver_has(Colour, OlderColour), lambda x: [Colour.GREEN, x], "no member",
+        lambda: receiver_has(Colour, OlderColour),
+        lambda x: [Colour.GREEN, x],
+        "no member",
     ),
     "a class that is an enum": (
-        lambda: receiver_has(Meta, OlderColour), lambda x: Meta(1, x), "has no fields",
+        lambda: receiver_has(Meta, OlderColour),
+        lambda x: Meta(1, x),
+        "has no fields",
     ),
     "unpicklable": (lambda: None, lambda x: [Sulking(), x], "no module of that name"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("registry")

@@ -13,6 +13,7 @@ set, frozenset,
 size
 dict            number of entries           the keys, then the values
 object          number of fields, class     the names of the fields, the values
+encoded         1, class                    what its `encode` returned
 member          1, class                    name (a flag: number) of the member
 tensor          index of the tensor         none
 array           3                           NumPy dtype, shape, bytes
@@ -23,7 +24,8 @@ complex, dtype,
 device, pickle
 ==============  ==========================  ==================================
 
-Types are exact: a subclass of a supported type is not one of them.  A tensor
+Types are exact: a subclass of a supported type is not one of them, but any mapping
+is written as a dict.  What `commlayer.wire.values.standard` lists is encoded.  A tensor
 object that occurs twice is sent once and arrives as one object; any other
 shared object arrives as copies.
 """
@@ -31,5 +33,8 @@ shared object arrives as copies.
 from commlayer.wire.values.packing import pack
 from commlayer.wire.values.parsing import Parsed, parse
 from commlayer.wire.values.registered import register
+from commlayer.wire.values.standard import register_standard
+
+register_standard()
 
 __all__ = ["Parsed", "pack", "parse", "register"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, Flag
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -20,7 +19,9 @@ from commlayer.wire.tensors import sendable
 from commlayer.wire.values import codes
 from commlayer.wire.values.arrays import array_parts, numpy, scalar_parts
 from commlayer.wire.values.codes import COMPLEX_FORMAT, short
-from commlayer.wire.values.registered import Registered, by_class, flag_bits, is_named_tuple
+from commlayer.wire.values.registered import Registered, by_class, flag_bits, is_registrable
+
+T = TypeVar("T")
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
@@ -57,6 +58,13 @@ def pack(value: Any, limits: CommConfig, operation: About) -> tuple[bytes, list[
         raise CommError(
             ErrorKind.UNSUPPORTED, operation, f"{refused.path()} {refused.cause}", refused.cure
         ) from refused.__cause__
+    except MemoryError as error:
+        raise CommError(
+            ErrorKind.UNSUPPORTED,
+            operation,
+            "there is no memory to write the value",
+            "Send less at once",
+        ) from error
     except RecursionError as error:
         raise CommError(
             ErrorKind.UNSUPPORTED,
@@ -181,10 +189,31 @@ def _put_set(code: int, packer: _Packer, value: Any, depth: int) -> None:
 
 
 def _put_dict(packer: _Packer, value: dict[Any, Any], depth: int) -> None:
-    packer.open(codes.DICT, len(value), depth)
-    keys = list(value)
+    _put_entries(packer, value, list(value), list(value.values()), depth)
+
+
+def _put_mapping(packer: _Packer, value: Mapping[Any, Any], depth: int) -> None:
+    # Its own items, not its length: it may be computed, and run code of the user.
+    items = _read(lambda: list(value.items()))
+    _put_entries(packer, value, [key for key, _ in items], [item for _, item in items], depth)
+
+
+def _put_entries(
+    packer: _Packer, value: object, keys: list[Any], items: list[Any], depth: int
+) -> None:
+    packer.open(codes.DICT, len(keys), depth)
     packer.put_hashable(value, keys, depth)
-    packer.put_items(value, list(value.values()), depth, lambda i: f"[{short(keys[i])}]")
+    packer.put_items(value, items, depth, lambda i: f"[{short(keys[i])}]")
+
+
+def _read(read: Callable[[], T]) -> T:
+    """What `read` returns; it may run code of the user, which may raise anything."""
+    try:
+        return read()
+    except Exception as error:
+        raise _Refused(
+            f"cannot be read ({type(error).__name__}: {error})", "Correct its class"
+        ) from error
 
 
 def _put_size(packer: _Packer, value: torch.Size, depth: int) -> None:
@@ -248,10 +277,15 @@ _PUT: dict[type, Callable[[_Packer, Any, int], None]] = {
 def _put_other(packer: _Packer, value: Any, depth: int) -> None:
     kind = type(value)
     entry = by_class.get(kind)
-    if isinstance(value, Tensor):
+    if entry is not None:
+        if entry.encode is not None:
+            _put_encoded(packer, entry, value, depth)
+        else:
+            (_put_member if issubclass(kind, Enum) else _put_object)(packer, entry, value, depth)
+    elif isinstance(value, Tensor):
         _put_tensor(packer, value, depth)
-    elif entry is not None:
-        (_put_member if issubclass(kind, Enum) else _put_object)(packer, entry, value, depth)
+    elif isinstance(value, Mapping):
+        _put_mapping(packer, value, depth)
     elif kind.__module__ == "numpy" and _is_numpy(value):
         _put_array(packer, value, depth)
     elif packer.limits.allow_pickle:
@@ -264,11 +298,11 @@ def _put_other(packer: _Packer, value: Any, depth: int) -> None:
 def _cure(kind: type) -> str:
     if issubclass(kind, (bytearray, memoryview)):
         return "Send `bytes(...)` of it"
-    if issubclass(kind, Enum) or dataclasses.is_dataclass(kind) or is_named_tuple(kind):
+    if is_registrable(kind):
         return "Register the class on all ranks (`commlayer.register`)"
     return (
-        "Convert it to plain values, make it a dataclass and register that on all ranks "
-        "(`commlayer.register`), or set allow_pickle on all ranks if all of them are trusted"
+        "Convert it to plain values, register its class on all ranks (`commlayer.register` with "
+        "encode and decode), or set allow_pickle on all ranks if all of them are trusted"
     )
 
 
@@ -280,14 +314,26 @@ def _put_member(packer: _Packer, entry: Registered, value: Any, depth: int) -> N
 
 
 def _put_object(packer: _Packer, entry: Registered, value: Any, depth: int) -> None:
-    names = [name for name in entry.fields if hasattr(value, name)]
+    names = _read(lambda: [name for name in entry.fields if hasattr(value, name)])
     if missing := entry.required.difference(names):
         raise _Refused(f"lacks the field {min(missing)!r} of its class", "Set it before sending")
     packer.open(codes.OBJECT, len(names), depth, entry.name.encode())
     packer.tokens.extend(names)
-    packer.put_items(
-        value, [getattr(value, name) for name in names], depth, lambda i: f".{names[i]}"
-    )
+    fields = _read(lambda: [getattr(value, name) for name in names])
+    packer.put_items(value, fields, depth, lambda i: f".{names[i]}")
+
+
+def _put_encoded(packer: _Packer, entry: Registered, value: Any, depth: int) -> None:
+    packer.open(codes.ENCODED, 1, depth, entry.name.encode())
+    assert entry.encode is not None
+    try:
+        encoded = entry.encode(value)
+    except Exception as error:
+        raise _Refused(
+            f"cannot be encoded ({type(error).__name__}: {error})",
+            f"Correct the function `encode` of {entry.name}",
+        ) from error
+    packer.put_items(value, (encoded,), depth, lambda i: " as encoded")
 
 
 def _is_numpy(value: Any) -> bool:

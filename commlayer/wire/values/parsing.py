@@ -302,6 +302,10 @@ def _take_object(parser: _Parser, data: bytes, depth: int) -> Any:
     entry = _registered(_text(data[4:]))
     if issubclass(entry.cls, Enum):
         raise _Unbuildable(f"the enum {entry.name} has no fields")
+    if entry.encode is not None:
+        raise _Unbuildable(
+            f"{entry.name} has an `encode` on this rank only", "Register it alike on all ranks"
+        )
     names = parser.take_items(count, depth)
     if any(type(name) is not str for name in names) or len(set(names)) != count:
         raise _Malformed(f"the fields of {entry.name} are not named once each")
@@ -320,11 +324,37 @@ def _make_object(entry: Registered, names: Sequence[str], values: Sequence[Any])
     fields = dict(zip(names, values, strict=True))
     try:
         late = {name: fields.pop(name) for name in entry.late.intersection(names)}
-        made = entry.cls(**fields)
+        made = entry.make(**fields)
         for name, value in late.items():
             object.__setattr__(made, name, value)
     except Exception as error:
         raise _Unbuildable(f"{entry.name} refuses its fields ({error})") from error
+    return made
+
+
+def _take_encoded(parser: _Parser, data: bytes, depth: int) -> Any:
+    if _count(data[:4]) != 1:
+        raise _Malformed("an encoded object is not one value")
+    entry = _registered(_text(data[4:]))
+    if entry.encode is None:
+        raise _Unbuildable(
+            f"{entry.name} has no `decode` on this rank", "Register it alike on all ranks"
+        )
+    holes = parser.holes
+    items = parser.take_items(1, depth)
+    make = partial(_decode, entry)
+    return make(items) if parser.holes == holes else _Deferred(make, items)
+
+
+def _decode(entry: Registered, items: Sequence[Any]) -> Any:
+    try:
+        made = entry.make(items[0])
+    except Exception as error:
+        raise _Unbuildable(f"`decode` of {entry.name} raises ({error})") from error
+    if not isinstance(made, entry.cls):
+        raise _Unbuildable(
+            f"`decode` of {entry.name} returned {short(made)}", "Have it return an instance"
+        )
     return made
 
 
@@ -426,6 +456,7 @@ _TAKE: dict[int, Callable[[_Parser, bytes, int], Any]] = {
     codes.DICT: _take_dict,
     codes.OBJECT: _take_object,
     codes.MEMBER: _take_member,
+    codes.ENCODED: _take_encoded,
     codes.TENSOR: _take_tensor,
     codes.ARRAY: partial(_take_array, array_of),
     codes.SCALAR: partial(_take_array, scalar_of),
