@@ -28,8 +28,8 @@ def loaded() -> bool:
 def counters() -> Counter[str]:
     """How often each call of CUDA and NCCL was made in this process, by its name.
 
-    Beside them: ``nccl kernel``, ``event with timing``, and ``unsupported: …`` for each call
-    or kernel that the stand-in does not do.
+    Beside them: ``nccl kernel``, ``event with timing``, ``communicator of at most N CTAs``, and
+    ``unsupported: …`` for each call or kernel that the stand-in does not do.
     """
     rows = (row.rpartition("=") for row in _text("standin_counters").splitlines())
     return Counter({name: int(number) for name, _, number in rows})
@@ -68,6 +68,11 @@ def break_device(index: int, error: int = ILLEGAL_ADDRESS) -> None:
 def break_communicators() -> None:
     """Let every NCCL communicator of this process report that a remote process is gone."""
     _library().standin_break_communicators()
+
+
+def refuse_posts() -> None:
+    """Let every NCCL operation that this process posts from now on fail at the post."""
+    _library().standin_refuse_posts()
 
 
 def _library() -> Any:

@@ -7,8 +7,8 @@ from threading import Thread
 from typing import Any
 
 import torch
+from devices.tensors import full, held, runtime, take_device, value
 from ranks.pool import Ranks
-from standin.tensors import full, held, runtime, take_device, value
 
 THREAD_LOCAL, RELAXED = 1, 2  # of cudaStreamCaptureMode
 

@@ -7,9 +7,9 @@ from threading import Thread
 
 import pytest
 import torch
+from devices.tensors import full, runtime, take_device
 from ranks.pool import Ranks
 from standin import controls
-from standin.tensors import full, runtime, take_device
 
 
 def one_device() -> dict[int, str]:

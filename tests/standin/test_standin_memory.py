@@ -6,9 +6,9 @@ import ctypes
 
 import pytest
 import torch
+from devices.tensors import NBYTES, full, held, runtime, take_device, value
 from ranks.pool import Ranks
 from standin import controls
-from standin.tensors import NBYTES, full, held, runtime, take_device, value
 
 DTYPES = (
     torch.bool,
@@ -59,6 +59,27 @@ def copies() -> dict[str, bool]:
 def test_copies_arrive_between_host_and_devices(ranks: Ranks) -> None:
     seen = ranks.run(copies, 1)[0]
     assert all(seen.values()), seen
+
+
+def strided() -> tuple[list[str], list[str]]:
+    take_device()
+    wrong = []
+    for dtype in DTYPES:
+        host = (torch.arange(4 * 6 * 8) % 3).to(dtype).reshape(4, 6, 8)
+        views = {
+            "transposed": lambda t: t.transpose(0, 2),
+            "sliced": lambda t: t[1:, :, ::2],
+            "expanded": lambda t: t[0, :1].expand(5, 8),
+        }
+        for name, view in views.items():
+            device = view(host.cuda()).contiguous()
+            if not torch.equal(device.cpu(), view(host)):
+                wrong.append(f"{name} {dtype}")
+    return wrong, controls.unsupported()
+
+
+def test_a_copy_between_layouts_moves_every_element(ranks: Ranks) -> None:
+    assert ranks.run(strided, 1) == [([], [])]
 
 
 def a_source_changes() -> tuple[int, int]:

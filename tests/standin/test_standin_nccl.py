@@ -3,51 +3,23 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from devices.groups import QUIET, group, swap, until
+from devices.tensors import full, take_device, value
 from ranks import here
 from ranks.pool import Ranks, collect
 from standin import controls
-from standin.tensors import full, take_device, value
 
 THREE = {"STANDIN_DEVICES": "3"}
-QUIET = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",
-}
-"""The watchdog notices errors and leaves it to the caller to act.  By default it writes down
-what it knows, waits a minute, and ends the process."""
-
-
-def group(name: str = "bare") -> Any:
-    """A process group of all ranks of the run."""
-    options: Any = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)
-    store = dist.PrefixStore(name, here.store())
-    return dist.ProcessGroupNCCL(store, here.rank(), here.world_size(), options)
-
-
-def until(condition: Callable[[], bool], limit: float = 30) -> bool:
-    """Whether `condition` comes true within a time that only a hang exceeds."""
-    deadline = time.monotonic() + limit
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 def one_message() -> tuple[bool, int, int]:
     take_device()
     pg = group()
     # The first operation makes the communicator, for which both ranks are needed.
-    _swap(pg, 1 - here.rank(), full(1), full(0))
+    swap(pg, 1 - here.rank(), full(1), full(0))
     tensor = full(7 if here.rank() == 0 else 0)
     if here.rank() == 0:
         work = pg.send([tensor], 1, 0)
@@ -92,7 +64,7 @@ def opposite_sends() -> tuple[bool, int]:
     take_device()
     pg, peer = group(), 1 - here.rank()
     out, into = full(here.rank() + 1), full(0)
-    _swap(pg, peer, out, into)
+    swap(pg, peer, out, into)
     send = pg.send([out], peer, 0)
     here.meet("both have posted a send")
     receive = pg.recv([into], peer, 0)
@@ -100,16 +72,6 @@ def opposite_sends() -> tuple[bool, int]:
     here.meet("looked at")
     pg.abort()
     return stuck, value(into)
-
-
-def _swap(pg: Any, peer: int, out: torch.Tensor, into: torch.Tensor) -> None:
-    if here.rank() == 0:
-        pg.send([out], peer, 0).wait()
-        pg.recv([into], peer, 0).wait()
-    else:
-        pg.recv([into], peer, 0).wait()
-        pg.send([out], peer, 0).wait()
-    torch.cuda.synchronize()
 
 
 def test_opposite_sends_of_one_communicator_hold_each_other_up_until_an_abort(ranks: Ranks) -> None:
@@ -180,7 +142,7 @@ def test_broadcast_sum_and_gather_of_three_ranks(ranks: Ranks) -> None:
 def remote_error() -> tuple[bool, str]:
     take_device()
     pg, peer = group(), 1 - here.rank()
-    _swap(pg, peer, full(1), full(0))
+    swap(pg, peer, full(1), full(0))
     here.meet("connected")
     if here.rank() == 1:
         here.meet("looked at")
@@ -206,7 +168,7 @@ def test_an_asynchronous_error_reaches_the_group(ranks: Ranks) -> None:
 def loses_its_peer() -> tuple[bool, str]:
     take_device()
     pg, peer = group(), 1 - here.rank()
-    _swap(pg, peer, full(1), full(0))
+    swap(pg, peer, full(1), full(0))
     here.say("connected")
     if here.rank() == 1:
         here.hear()

@@ -7,8 +7,8 @@ import time
 from threading import Event, Thread
 
 import torch
+from devices.tensors import full, held, runtime, take_device, value
 from ranks.pool import Ranks
-from standin.tensors import full, held, runtime, take_device, value
 
 
 def work_waits_its_turn() -> tuple[bool, bool, int]:

@@ -1,7 +1,8 @@
 // Kernels.  They are device code, which cannot run here: a launch takes its turn in the stream and
-// does nothing.  Two are done by the host, so that tests can fill memory and keep a stream busy by
-// the same calls as on a device; they are known by the names under which torch registers them.
-// Every other kernel is named on standard error and in the counters.
+// does nothing.  Three are done by the host, so that tests can fill memory, copy between layouts
+// and keep a stream busy by the same calls as on a device; they are known by the names under which
+// torch registers them, and have the arguments that torch 2.13 gives them.  Every other kernel is
+// named on standard error and in the counters.
 
 #include "streams.h"
 
@@ -52,6 +53,46 @@ Launch fill(const std::string& name, void** arguments) {
   };
 }
 
+// What the kernel of a copy between two layouts gets: how to find an element by its number, then
+// the two addresses.  `OffsetCalculator` and its `IntDivider` in torch's own headers.
+struct Layouts {
+  int dims;
+  struct {
+    unsigned size, multiplier, shift;
+  } sizes[25];
+  unsigned strides[25][2];  // in bytes: where it goes, where it comes from
+  char* addresses[2];
+};
+
+// `Tensor.copy_` where one of the two is not contiguous.
+Launch strided_copy(const std::string& name, void** arguments) {
+  if (name.find("18elementwise_kernel") == std::string::npos) return {};
+  if (name.find("direct_copy_kernel_cuda") == std::string::npos) return {};
+  // The function that the kernel is made with takes one element, and its name ends in its type.
+  static const char parameter[] = "EUl";
+  auto at = name.rfind(parameter, name.rfind("E_EEvS"));
+  size_t width = at == std::string::npos ? 0 : width_of(name.c_str() + at + sizeof parameter - 1);
+  auto elements = static_cast<unsigned>(*static_cast<int*>(arguments[0]));
+  Layouts layouts = *static_cast<Layouts*>(arguments[1]);
+  if (width == 0 || layouts.dims < 1 || layouts.dims > 25) return {};
+  unsigned long product = 1;
+  for (int dim = 0; dim < layouts.dims; dim++) product *= layouts.sizes[dim].size;
+  if (product != elements) return {};  // torch has changed what it passes
+  return [=] {
+    for (unsigned i = 0; i < elements; i++) {
+      size_t to = 0, from = 0;
+      unsigned rest = i;
+      for (int dim = 0; dim < layouts.dims; dim++) {
+        unsigned index = rest % layouts.sizes[dim].size;
+        rest /= layouts.sizes[dim].size;
+        to += size_t{index} * layouts.strides[dim][0];
+        from += size_t{index} * layouts.strides[dim][1];
+      }
+      std::memcpy(layouts.addresses[0] + to, layouts.addresses[1] + from, width);
+    }
+  };
+}
+
 // `torch.cuda._sleep`: a cycle is a nanosecond.
 Launch sleep(const std::string& name, void** arguments) {
   if (name.find("spin_kernel") == std::string::npos) return {};
@@ -66,6 +107,7 @@ cudaError_t launch(const void* function, void** arguments, cudaStream_t on) {
     name = kernels().names[function];
   }
   Launch work = fill(name, arguments);
+  if (!work) work = strided_copy(name, arguments);
   if (!work) work = sleep(name, arguments);
   if (!work) {
     unsupported("kernel " + name);

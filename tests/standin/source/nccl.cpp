@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <atomic>
 #include <map>
 #include <mutex>
 
@@ -19,6 +20,8 @@ using Kernel = std::function<bool(ncclComm&)>;
 struct Communicators {
   std::mutex lock;
   std::vector<ncclComm*> all;
+  std::mutex making;
+  std::atomic<bool> posts_fail{false};
 };
 Communicators& communicators() {
   static Communicators& made = *new Communicators;
@@ -41,6 +44,7 @@ size_t width_of(ncclDataType_t type) {
 
 ncclResult_t launch(ncclComm* comm, cudaStream_t on, Kernel kernel) {
   if (comm->aborted) return ncclInvalidUsage;
+  if (communicators().posts_fail) return ncclInternalError;
   count("nccl kernel");
   std::unique_lock<std::mutex> held(world());
   Stream* stream = stream_of(on);
@@ -103,6 +107,10 @@ ncclResult_t initialise(ncclComm_t* made, int size, const ncclUniqueId& meeting,
   auto* comm = new ncclComm;  // not freed: kernels and torch's threads may still look at it
   comm->rank = rank;
   comm->size = size;
+  // As a library that makes one communicator at a time in a process: ranks that make theirs in
+  // different orders wait for each other for ever.
+  std::unique_lock<std::mutex> alone(communicators().making, std::defer_lock);
+  if (setting("STANDIN_ONE_INIT_AT_A_TIME", 0)) alone.lock();
   if (!connect_all(*comm, meeting)) return ncclSystemError;
   std::lock_guard<std::mutex> held(communicators().lock);
   communicators().all.push_back(comm);
@@ -128,6 +136,11 @@ STANDIN_CONTROL void standin_break_communicators() {
   for (auto* comm : communicators().all) comm->error = ncclRemoteError;
 }
 
+// Every operation that is posted from now on fails at the post.
+STANDIN_CONTROL void standin_refuse_posts() {
+  communicators().posts_fail = true;
+}
+
 ncclResult_t ncclGetVersion(int* version) {
   *version = NCCL_VERSION_CODE;
   return ncclSuccess;
@@ -137,6 +150,7 @@ const char* ncclGetErrorString(ncclResult_t error) {
   switch (error) {
     case ncclSuccess: return "no error";
     case ncclRemoteError: return "remote process exited or there was a network error";
+    case ncclInternalError: return "internal error";
     case ncclInvalidUsage: return "invalid usage";
     case ncclInvalidArgument: return "invalid argument";
     default: return "another error of the stand-in";
@@ -159,7 +173,9 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int size, ncclUniqueId id, int r
 }
 
 ncclResult_t ncclCommInitRankConfig(
-    ncclComm_t* comm, int size, ncclUniqueId id, int rank, ncclConfig_t*) {
+    ncclComm_t* comm, int size, ncclUniqueId id, int rank, ncclConfig_t* config) {
+  if (config != nullptr && config->maxCTAs != NCCL_CONFIG_UNDEF_INT)
+    count("communicator of at most " + std::to_string(config->maxCTAs) + " CTAs");
   return initialise(comm, size, id, rank);
 }
 

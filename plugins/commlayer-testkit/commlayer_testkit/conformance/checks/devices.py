@@ -21,8 +21,11 @@ from commlayer_testkit.conformance.rules import Level, rule
 from commlayer_testkit.conformance.subject import Subject
 from commlayer_testkit.conformance.verdict import CannotRun
 
-_WORK = 2048
-"""Side of the matrices whose product keeps a stream busy."""
+_WORK = 64 << 20, 100
+"""Bytes of a copy, and how many of them keep a stream busy.
+
+Everything here moves bytes and computes nothing, so that it runs where kernels do not.
+"""
 
 
 def need_devices(bench: Bench, count: int = 2) -> None:
@@ -79,10 +82,11 @@ def ordered(subject: Subject) -> str:
     comm = connected(subject)
     wanted = pattern(1).to(device)
     if comm.rank == 0:
-        busy = torch.randn(_WORK, _WORK, device=device)
+        nbytes, times = _WORK
+        busy, copy = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
         source = torch.zeros_like(wanted)
-        for _ in range(20):
-            busy = busy @ busy
+        for _ in range(times):
+            copy.copy_(busy)
         source.copy_(wanted)
         comm.isend(source, 1).wait()
         source.zero_()
@@ -91,14 +95,14 @@ def ordered(subject: Subject) -> str:
         return ""
     got = comm.irecv(torch.zeros_like(wanted), 0)
     got.wait()
-    found = digest(got.result() + 0)
+    found = digest(got.result().clone())
     comm.close(LIMIT)
     return found
 
 
 @rule(Level.L3, "stream-order", STREAM)
 def stream_order(bench: Bench) -> None:
-    """The source is computed by a long kernel and cleared after the wait."""
+    """The source is written behind long work and cleared after the wait."""
     need_devices(bench)
     assert bench.run(ordered, 2)[1] == digest(pattern(1)), "read before or after its time"
 
@@ -115,7 +119,7 @@ def two_consumers(subject: Subject) -> list[str]:
     for _ in range(2):
         with module.stream(module.Stream(device)):
             handle.wait()
-            copies.append(handle.result() + 0)
+            copies.append(handle.result().clone())
     module.synchronize()
     found = [digest(copy) for copy in copies]
     comm.close(LIMIT)
