@@ -13,6 +13,7 @@ VLLM_ARGS ?=
 RAY_VENV ?= .venv-ray
 CUDA_VENV ?= .venv-cuda
 CUDA_ARGS ?=
+GPUS ?= 1
 IPEX_VENV ?= .venv-ipex
 ONECCL_ARGS ?=
 NPU_VENV ?= .venv-npu
@@ -51,10 +52,10 @@ test-mutants: $(VENV)/.development  ## Run every mutant backend, and the honest 
 	MUTANTS=all $(BIN)/python -m pytest tests/conformance/test_kill_matrix.py $(PYTEST_ARGS)
 
 # A PYTHON that sees a GPU is used as it is: such a machine may have no package index.
-test-gpu:  ## Test streams on one GPU; on the simulated device where there is none
+test-gpu:  ## Test streams on one GPU; GPUS=2: between two as well; on the simulated device where there is none
 	@if $(PYTHON) -c 'import sys, msgspec, pluggy, pytest, torch; sys.exit(not torch.cuda.is_available())' \
-	    2>/dev/null; then $(PYTHON) tests/gpu/run.py; \
-	else $(MAKE) --no-print-directory $(VENV)/.development && $(BIN)/python tests/gpu/run.py; fi
+	    2>/dev/null; then $(PYTHON) tests/gpu/run.py --devices $(GPUS); \
+	else $(MAKE) --no-print-directory $(VENV)/.development && $(BIN)/python tests/gpu/run.py --devices $(GPUS); fi
 
 test-hosts: $(VENV)/.development  ## Inject faults between two hosts; needs root (HOSTS_ARGS="--only SIGKILL --repeat 5")
 	$(BIN)/python tests/hosts/run.py $(HOSTS_ARGS)
@@ -178,7 +179,7 @@ $(RAY_VENV)/.installed: constraints.txt $(RAY_CONSTRAINTS) pyproject.toml
 	    { echo "Not run: Ray cannot be installed here" >&2; exit 1; }
 	@touch $@
 
-CUDA_TESTS := tests/standin tests/gpu
+CUDA_TESTS := tests/standin tests/devices tests/gpu
 
 # The first command sees the package index alone: a machine may offer a torch for the CPU beside it.
 $(CUDA_VENV)/.installed: $(REQUIREMENTS)

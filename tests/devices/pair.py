@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import commlayer
 import pytest
-from commlayer.communicator import Communicator
-from commlayer.registry import Registry
 from commlayer_gloo import GlooBackend
 from commlayer_nccl import NcclBackend
 from devices.tensors import full, take_device, value
 from ranks import here
 from standin import controls
+
+import commlayer
+from commlayer.communicator import Communicator
+from commlayer.registry import Registry
 
 needs_stand_in = pytest.mark.skipif(
     not controls.loaded(), reason="counts or breaks what only the stand-in lets it: make test-cuda"

@@ -8,10 +8,11 @@ the last stage reads the next token from the two.
 from __future__ import annotations
 
 import torch
-from commlayer.communicator import Communicator
 from devices.pair import connect
 from ranks.pool import Ranks
 from torch import Tensor
+
+from commlayer.communicator import Communicator
 
 VOCABULARY, WIDTH, BATCH, MICROBATCHES, STEPS = 50, 4096, 4, 3, 6
 

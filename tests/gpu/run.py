@@ -1,42 +1,64 @@
-"""Run the cases on this machine's GPU, or on the simulated device, and print a table.
+"""Run the cases on this machine's GPU, or on the simulated device.
 
-``python tests/gpu/run.py [--simulated]``; needs no plugin of pytest and no
-installed package of this repository.  Exits with 1 if a case did not end as expected.
+``python tests/gpu/run.py [--simulated] [--devices 2]``; needs no plugin of pytest and
+no installed package of this repository.  With two devices the tests between them run
+too.  Prints a table to standard error and one JSON object to standard output; exits
+with 1 if anything did not end as expected.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
-import textwrap
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = (2, 11)
-LIMIT = 270.0
-"""Seconds after which no further case is begun."""
+LIMIT = 240.0
+"""Seconds after which no further case is begun, and no further test of two devices."""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Test streams on one GPU")
+    parser = argparse.ArgumentParser(description="Test streams on a GPU")
     parser.add_argument("--simulated", action="store_true", help="do not look for a GPU")
-    simulated = parser.parse_args().simulated
+    parser.add_argument("--devices", type=int, default=1, help="2: tests between two GPUs, too")
+    given = parser.parse_args()
     sys.path[:0] = [str(ROOT), str(ROOT / "tests"), *map(str, sorted(ROOT.glob("plugins/*")))]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    reason = "asked for" if simulated else _no_device()
+    from gpu.report import say, show
+
+    began = time.monotonic()
+    reason = "asked for" if given.simulated else _no_device()
     if reason:
-        print(f"No real device: {reason}. The same cases on the simulated device:")
-    else:
-        print("The real device:")
-    failed = _run(_devices(real=not reason))
-    sys.stdout.flush()
-    if failed and not reason:
+        say(f"No real device: {reason}. The same cases on the simulated device:")
+    devices = _devices(real=not reason)
+    say(f"{devices.title}\n")
+    rows = []
+    for row in _cases(devices):
+        rows.append(row)
+        show(row)
+    if given.devices > 1:
+        rows += _pairs(given.devices)
+    right = all(row.right for row in rows)
+    say(f"\n{'All as expected' if right else 'FAILED'}, {time.monotonic() - began:.0f} s")
+    report = {
+        "device": devices.title,
+        "evidence": _evidence(reason),
+        "right": right,
+        "seconds": round(time.monotonic() - began, 1),
+        "rows": [asdict(row) for row in rows],
+    }
+    print(json.dumps(report, default=str), flush=True)
+    if not right and not reason:
         os._exit(1)  # a case that hangs holds threads inside native code
-    return int(failed)
+    return int(not right)
 
 
 def _no_device() -> str:
@@ -51,6 +73,14 @@ def _no_device() -> str:
     return ""
 
 
+def _evidence(reason: str) -> str:
+    from standin import controls
+
+    if reason:
+        return "simulated"
+    return "real torch on a stand-in" if controls.loaded() else "real devices"
+
+
 def _devices(*, real: bool) -> Any:
     if real:
         from gpu.real import RealDevice
@@ -61,37 +91,33 @@ def _devices(*, real: bool) -> Any:
     return SimulatedDevices()
 
 
-def _run(devices: Any) -> bool:
+def _cases(devices: Any) -> Iterator[Any]:
     from gpu.cases import CASES
+    from gpu.report import FAILED, NOT_RUN, OK, SKIPPED, Row
 
-    print(f"{devices.title}\n")
     began = time.monotonic()
-    failed = False
     for case in CASES:
-        if time.monotonic() - began > LIMIT:
-            print(f"not run  {case.name}: {LIMIT:g} s are over")
-            failed = True
-            continue
         start = time.monotonic()
+        if start - began > LIMIT:
+            yield Row(case.name, NOT_RUN, 0, case.expected, f"{LIMIT:g} s are over")
+            continue
         outcome = devices.run(case)
-        failed |= not outcome.passed
-        verdict = "skipped" if outcome.skipped else "ok" if outcome.passed else "FAILED"
-        figures = ", ".join(f"{name} {value}" for name, value in outcome.figures.items())
-        _row(verdict, case.name, f"{time.monotonic() - start:.1f} s")
-        _row("", "expected", case.expected)
-        _row("", "seen", outcome.seen)
-        if figures:
-            _row("", "figures", figures)
-    print(f"\n{'FAILED' if failed else 'All as expected'}, {time.monotonic() - began:.0f} s")
-    return failed
+        verdict = SKIPPED if outcome.skipped else OK if outcome.passed else FAILED
+        seconds = round(time.monotonic() - start, 2)
+        yield Row(case.name, verdict, seconds, case.expected, outcome.seen, outcome.figures)
 
 
-def _row(verdict: str, name: str, text: str) -> None:
-    width = 44 if verdict else 10
-    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, 88)] or [""]
-    print(f"{verdict:<9}{name:<{width}}{lines[0]}")
-    for line in lines[1:]:
-        print(f"{'':<{9 + width}}{line}")
+def _pairs(wanted: int) -> Any:
+    import torch
+    from gpu import pairs
+    from gpu.report import NOT_RUN, Row, show
+
+    found = torch.cuda.device_count()
+    if found >= wanted:
+        return pairs.run(LIMIT)
+    row = Row("tests between two devices", NOT_RUN, 0, seen=f"{found} devices here")
+    show(row)
+    return [row]
 
 
 if __name__ == "__main__":
