@@ -55,7 +55,7 @@ _NOT_CONSTRUCTED = {
     "commlayer.CommConfig",  # its keys have a page of their own
     "commlayer.Communicator",
     "commlayer.Semantics",  # its facts have a page of their own
-    "commlayer_testkit.conformance.Bench",
+    "commlayer_testkit.conformance.Lab",
     "commlayer_testkit.conformance.Subject",
     "commlayer.observe.report.Finding",
     "commlayer.observe.report.Report",

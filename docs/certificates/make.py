@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from commlayer_testkit.conformance import Bench, Level, Outcome, Subject, all_rules, judge
+from commlayer_testkit.conformance import Lab, Level, Outcome, Subject, all_rules, judge
 from commlayer_testkit.conformance.report import Certificate, certify, decode
 
 HERE = Path(__file__).parent
@@ -56,8 +56,8 @@ def main(names: list[str]) -> int:
 
 def run(name: str, level: Level) -> Certificate:
     subject = Subject(name)
-    with Bench(subject) as bench:
-        verdicts = [judge(rule, bench) for rule in subject.rules(level)]
+    with Lab(subject) as lab:
+        verdicts = [judge(rule, lab) for rule in subject.rules(level)]
     return certify(subject, level, verdicts, {})
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from xml.etree import ElementTree
 
 import msgspec
 import pytest
 import vendor
 from commlayer_testkit.conformance import Level, Outcome, Subject, Verdict, all_rules
 from commlayer_testkit.conformance.deviations import Deviations, load
-from commlayer_testkit.conformance.junit import junit
 from commlayer_testkit.conformance.probes.report import FactReport, ProbeReport
 from commlayer_testkit.conformance.probes.report import Verdict as Measured
 from commlayer_testkit.conformance.report import Certificate, certify, compare, decode, regressions
@@ -151,17 +149,3 @@ def test_comparison() -> None:
     ]
     assert regressions(before, after) == ["L1-drain", "level reached"]
     assert regressions(after, before) == []
-
-
-def test_junit(tmp_path: Path) -> None:
-    known = load(write(tmp_path, "L1-order"))
-    found = certificate(
-        known, L1_drain=Outcome.FAILED, L1_order=Outcome.FAILED, L1_idle=Outcome.NOT_APPLICABLE
-    )
-    root = ElementTree.fromstring(junit(found))
-    cases = {case.get("name"): case for case in root.iter("testcase")}
-    assert len(cases) == len(all_rules(Level.L1))
-    failed = [name for name, case in cases.items() if case.find("failure") is not None]
-    skipped = [name for name, case in cases.items() if case.find("skipped") is not None]
-    assert (failed, skipped) == (["L1-drain"], ["L1-idle", "L1-order"])
-    assert [suite.get("failures") for suite in root] == ["0", "1"]

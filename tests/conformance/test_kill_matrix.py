@@ -18,8 +18,8 @@ from commlayer_testkit.conformance.probes import Verdict as Measured
 from commlayer_testkit.conformance.probes import probe
 from commlayer_testkit.conformance.rules import find_rule
 from commlayer_testkit.sim.profiles import PROFILES
-from mutants.bench import MutantBench, close_ranks, judged
 from mutants.declared import WRONG_FACTS, WrongFact
+from mutants.lab import MutantLab, close_ranks, judged
 from mutants.matrix import MUTANTS, NO_MUTANT, also, page
 from mutants.mutant import Mutant
 from mutants.processes import EXACT, Exact, Lying
@@ -41,7 +41,7 @@ def _ranks() -> Iterator[None]:
 
 def fine(subject: Subject, rule: str, schedules: int = 3) -> str:
     """Nothing where the rule passes or does not apply, else why it does not."""
-    verdict = judge(find_rule(rule), MutantBench(subject, schedules))
+    verdict = judge(find_rule(rule), MutantLab(subject, schedules))
     if verdict.outcome in (Outcome.PASSED, Outcome.NOT_APPLICABLE):
         return ""
     return f"{rule} {verdict.outcome.value}: {verdict.message}"

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 from commlayer_gloo import GlooBackend
-from commlayer_testkit.conformance.bench import Bench
+from commlayer_testkit.conformance.lab import Lab
 from commlayer_testkit.conformance.ranks import here
 from commlayer_testkit.conformance.ranks.launcher import Launcher
 from commlayer_testkit.conformance.ranks.pool import RankFailure, Ranks
@@ -102,14 +102,14 @@ class WithoutLauncher(GlooBackend):
 
 @pytest.mark.parametrize("rule", ["L4-dead-peer", "L4-close-dead-peer"])
 def test_no_rank_is_killed_in_a_job_that_would_end_with_it(rule: str) -> None:
-    with Bench(Subject(Launched())) as bench:
-        verdict = judge(find_rule(rule), bench)
+    with Lab(Subject(Launched())) as lab:
+        verdict = judge(find_rule(rule), lab)
     assert verdict.outcome is Outcome.NOT_APPLICABLE
     assert "ends with any rank that dies" in verdict.message
 
 
 def test_without_its_launcher_a_rule_is_not_run() -> None:
-    with Bench(Subject(WithoutLauncher())) as bench:
-        verdict = judge(find_rule("L2-values"), bench)
+    with Lab(Subject(WithoutLauncher())) as lab:
+        verdict = judge(find_rule("L2-values"), lab)
     assert verdict.outcome is Outcome.NOT_RUN
     assert "install it" in verdict.message

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import vendor
-from commlayer_testkit.conformance import Bench, Level, Outcome, Rule, Subject, all_rules, judge
+from commlayer_testkit.conformance import Lab, Level, Outcome, Rule, Subject, all_rules, judge
 from commlayer_testkit.conformance.clauses import CLAUSES
 from commlayer_testkit.conformance.rules import find_rule
 from commlayer_testkit.conformance.specification import specification
@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def gloo() -> Iterator[Bench]:
-    with Bench(Subject("gloo"), schedules=8) as bench:
-        yield bench
+def gloo() -> Iterator[Lab]:
+    with Lab(Subject("gloo"), schedules=8) as lab:
+        yield lab
 
 
 def test_every_clause_has_a_rule_and_every_rule_says_how_it_looks() -> None:
@@ -54,7 +54,7 @@ def test_an_unknown_rule() -> None:
         find_rule("L2-nothing")
 
 
-def test_simulated_evidence_names_seed_schedules_and_bound(gloo: Bench) -> None:
+def test_simulated_evidence_names_seed_schedules_and_bound(gloo: Lab) -> None:
     verdict = judge(find_rule("L1-drain"), gloo)
     first, second = verdict.evidence["explored"]
     assert first["schedules"] + first["pruned"] == 8
@@ -63,18 +63,18 @@ def test_simulated_evidence_names_seed_schedules_and_bound(gloo: Bench) -> None:
     assert (second["strategy"], second["seed"]) == ("random", 0)
 
 
-def breaks(bench: Bench) -> None:
+def breaks(lab: Lab) -> None:
     """Fails."""
     raise AssertionError
 
 
-def test_a_failure_without_a_message_names_its_line(gloo: Bench) -> None:
+def test_a_failure_without_a_message_names_its_line(gloo: Lab) -> None:
     verdict = judge(Rule(Level.L0, CLAUSES["named"], (), breaks), gloo)
     assert verdict.outcome is Outcome.FAILED
     assert re.fullmatch(r"test_rules\.py:\d+: raise AssertionError", verdict.message)
 
 
 def test_what_is_not_viable_reaches_the_simulator_only() -> None:
-    with Bench(Subject(vendor.Declared()), schedules=4) as bench:
-        outcomes = [judge(find_rule(rule), bench).outcome for rule in ("L1-drain", "L2-drain")]
+    with Lab(Subject(vendor.Declared()), schedules=4) as lab:
+        outcomes = [judge(find_rule(rule), lab).outcome for rule in ("L1-drain", "L2-drain")]
     assert outcomes == [Outcome.PASSED, Outcome.NOT_RUN]

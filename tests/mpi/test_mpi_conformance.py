@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from commlayer_testkit.conformance import Bench, Outcome, Subject, judge
+from commlayer_testkit.conformance import Lab, Outcome, Subject, judge
 from commlayer_testkit.conformance.rules import find_rule
 
 RULES = [
@@ -24,15 +24,15 @@ RULES = [
 
 
 @pytest.fixture(scope="module")
-def bench(needs_mpi: None) -> Iterator[Bench]:
-    with Bench(Subject("mpi")) as bench:
-        yield bench
+def lab(needs_mpi: None) -> Iterator[Lab]:
+    with Lab(Subject("mpi")) as lab:
+        yield lab
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_rule_holds(name: str, bench: Bench) -> None:
-    verdict = judge(find_rule(name), bench)
-    if name == "L2-native-eager" and not bench.subject.semantics.p2p.eager_bytes:
+def test_rule_holds(name: str, lab: Lab) -> None:
+    verdict = judge(find_rule(name), lab)
+    if name == "L2-native-eager" and not lab.subject.semantics.p2p.eager_bytes:
         assert verdict.outcome is Outcome.NOT_APPLICABLE
     else:
         assert verdict.outcome is Outcome.PASSED, verdict.message

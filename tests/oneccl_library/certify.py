@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from commlayer_testkit.conformance import Bench, Level, Subject, judge
+from commlayer_testkit.conformance import Lab, Level, Subject, judge
 from commlayer_testkit.conformance.report import certify
 
 from oneccl_library import library
@@ -28,9 +28,9 @@ def main() -> int:
     os.environ.update(library.environment(str(arguments.folder.resolve())))
     subject = Subject(OneCclCpuBackend())
     verdicts = []
-    with Bench(subject) as bench:
+    with Lab(subject) as lab:
         for rule in subject.rules(Level.L2):
-            verdicts.append(judge(rule, bench))
+            verdicts.append(judge(rule, lab))
             print(f"{rule.id:24} {verdicts[-1].outcome.value}", flush=True)
     certificate = certify(subject, Level.L2, verdicts, {})
     arguments.certificate.write_bytes(certificate.encode() + b"\n")

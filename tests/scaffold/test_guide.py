@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commlayer_testkit.conformance import Bench, Level, Outcome, Rule, Subject, all_rules, judge
+from commlayer_testkit.conformance import Lab, Level, Outcome, Rule, Subject, all_rules, judge
 from commlayer_testkit.conformance.deviations import DeviationKind, load
 from commlayer_testkit.scaffold import render
 from lines import code_lines
@@ -32,8 +32,8 @@ def played(block: str) -> dict[str, Any]:
 
 def test_the_backend_has_the_right_shape_and_is_refused_by_its_facts() -> None:
     backend: Backend = played(blocks("python")[0])["commlayer_backend"]()
-    with Bench(Subject(backend)) as bench:
-        verdicts = {rule.id: judge(rule, bench) for rule in all_rules(Level.L0)}
+    with Lab(Subject(backend)) as lab:
+        verdicts = {rule.id: judge(rule, lab) for rule in all_rules(Level.L0)}
     failed = [name for name, verdict in verdicts.items() if verdict.outcome is Outcome.FAILED]
     assert failed == ["L0-core-accepts"]
     assert "tags = False" in verdicts[failed[0]].message
@@ -44,8 +44,8 @@ def test_the_backend_has_the_right_shape_and_is_refused_by_its_facts() -> None:
 def test_the_rule_judges() -> None:
     (rule,) = played(blocks("python")[1])["commlayer_conformance_rules"](Semantics())
     assert isinstance(rule, Rule)
-    with Bench(Subject("gloo")) as bench:
-        assert judge(rule, bench).outcome is Outcome.FAILED
+    with Lab(Subject("gloo")) as lab:
+        assert judge(rule, lab).outcome is Outcome.FAILED
 
 
 def test_the_deviations_load(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commlayer_testkit.conformance import Bench, Clause, Gate, Level, Outcome, Rule, Subject, judge
+from commlayer_testkit.conformance import Clause, Gate, Lab, Level, Outcome, Rule, Subject, judge
 from commlayer_testkit.conformance.deviations import load
 from commlayer_testkit.conformance.report import certify
 from commlayer_testkit.conformance.rules import all_rules
@@ -16,7 +16,7 @@ from commlayer.hooks import hookimpl
 from commlayer.semantics import Semantics
 
 
-def _fails(bench: Bench) -> None:
+def _fails(lab: Lab) -> None:
     """Fails."""
     raise AssertionError("as it should")
 
@@ -58,8 +58,8 @@ def test_its_rule_is_judged_certified_and_excused(
     subject: tuple[Subject, Provider], tmp_path: Path
 ) -> None:
     made, _ = subject
-    with Bench(made) as bench:
-        verdicts = [judge(rule, bench) for rule in made.rules(Level.L0)]
+    with Lab(made) as lab:
+        verdicts = [judge(rule, lab) for rule in made.rules(Level.L0)]
     assert (verdicts[-1].rule, verdicts[-1].outcome) == ("L0-mine-holds", Outcome.FAILED)
     certificate = certify(made, Level.L0, verdicts, {})
     assert certificate.level is None

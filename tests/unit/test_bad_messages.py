@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from local import WAITED, connected
+from commlayer_testkit.local import WAITED, connected
 
 from commlayer.communicator import Communicator
 from commlayer.errors import CommError, ErrorKind

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from bits import without_memory
-from local import WAITED, Hub, connect_rank, connected
+from commlayer_testkit.local import WAITED, Hub, connect_rank, connected
 
 from commlayer.communicator import Communicator
 from commlayer.errors import CommError, CommTimeout, ErrorKind

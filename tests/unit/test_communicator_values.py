@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from bits import filled, same
-from local import WAITED, Hub, connect_rank, connected, on_every_rank
+from commlayer_testkit.local import WAITED, Hub, connect_rank, connected, on_every_rank
 from torch import Tensor
 
 from commlayer.communicator import Communicator

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from local import connected
+from commlayer_testkit.local import connected
 from torch import Tensor
 
 from commlayer.communicator import Communicator

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from local import EAGER, connected
+from commlayer_testkit.local import EAGER, connected
 
 from commlayer.communicator import Communicator
 from commlayer.errors import CommError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from bits import without_memory
-from local import (
+from commlayer_testkit.local import (
     WAITED,
     Hub,
     LocalBackend,

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from commlayer_testkit.local import SERIALIZED, WAITED, Hub, connected
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
-from local import SERIALIZED, WAITED, Hub, connected
 
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.handle import CompositeHandle, Handle, checked_timeout

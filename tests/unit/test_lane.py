@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from commlayer_testkit.local import (
+    SERIALIZED,
+    WAITED,
+    Hub,
+    Work,
+    connect_rank,
+    connected,
+    on_every_rank,
+)
 from frames import framed, messages, patched
-from local import SERIALIZED, WAITED, Hub, Work, connect_rank, connected, on_every_rank
 from msgspec.structs import replace
 from torch import Tensor
 

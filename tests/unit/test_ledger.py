@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from local import WAITED, Hub, connect_rank, connected, on_every_rank
+from commlayer_testkit.local import WAITED, Hub, connect_rank, connected, on_every_rank
 from msgspec.structs import replace
 
 from commlayer.config import CommConfig

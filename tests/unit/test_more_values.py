@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from local import connected
+from commlayer_testkit.local import connected
 
 import commlayer
 from commlayer.config import CommConfig

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from commlayer_testkit.local import SERIALIZED, WAITED, Hub, LocalBackend, connect_rank, connected
 from commlayer_testkit.ports import LOOPBACK, free_port
-from local import SERIALIZED, WAITED, Hub, LocalBackend, connect_rank, connected
 from msgspec.structs import replace
 from torch import Tensor
 

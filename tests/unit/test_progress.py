@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from local import (
+from commlayer_testkit.local import (
     DEFAULTS,
     FUNNELED,
     SERIALIZED,

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch.distributed as dist
-from local import (
+from commlayer_testkit.local import (
     SERIALIZED,
     WAITED,
     Hub,

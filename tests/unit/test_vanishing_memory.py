@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from local import SERIALIZED, WAITED, connected
+from commlayer_testkit.local import SERIALIZED, WAITED, connected
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode

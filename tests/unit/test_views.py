@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from bits import filled, same
-from local import connected
+from commlayer_testkit.local import connected
 from torch import Tensor
 from views import plain, random_shape, random_view
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from commlayer_testkit.conformance import Outcome
 
-from mutants.bench import close_ranks, judged
+from mutants.lab import close_ranks, judged
 from mutants.matrix import MUTANTS, also, page, rules_of, write_also
 
 _PAGE = Path(__file__).parents[3] / "docs" / "mutants.md"

@@ -38,7 +38,6 @@ def conformance(
         None, help="Report of `commlayer probe NAME --json`; an over-claimed fact fails."
     ),
     json: Path | None = typer.Option(None, "--json", help="Write the certificate to this file."),
-    junit: Path | None = typer.Option(None, help="Write a JUnit file."),
     schedules: int = typer.Option(200, min=1, help="Most schedules of each simulated search."),
     seed: int = typer.Option(0, min=0, help="Seed of random schedules."),
     specification: bool = typer.Option(
@@ -59,7 +58,7 @@ def conformance(
         case ["compare", before, after]:
             _compare(Path(before), Path(after))
         case [name] if name != "compare":
-            _run(name, level, rule, deviations, measured, json, junit, schedules, seed)
+            _run(name, level, rule, deviations, measured, json, schedules, seed)
         case _:
             raise typer.BadParameter("expected NAME, or compare A.json B.json")
 
@@ -71,12 +70,11 @@ def _run(
     deviations: Path | None,
     measured: Path | None,
     json: Path | None,
-    junit: Path | None,
     schedules: int,
     seed: int,
 ) -> None:
-    from commlayer_testkit.conformance.bench import Bench
     from commlayer_testkit.conformance.deviations import load
+    from commlayer_testkit.conformance.lab import Lab
     from commlayer_testkit.conformance.report import certify
     from commlayer_testkit.conformance.rules import Level, find_rule
     from commlayer_testkit.conformance.runner import judge
@@ -92,9 +90,9 @@ def _run(
     facts = _read_measured(measured) if measured else None
     rules = [find_rule(identifier, every) for identifier in only] or subject.rules(asked)
     verdicts = []
-    with Bench(subject, seed=seed, schedules=schedules) as bench:
+    with Lab(subject, seed=seed, schedules=schedules) as lab:
         for current in rules:
-            verdicts.append(judge(current, bench))
+            verdicts.append(judge(current, lab))
             _progress(current, verdicts[-1])
     if only:
         raise typer.Exit(int(any(v.outcome.value == "failed" for v in verdicts)))
@@ -102,10 +100,6 @@ def _run(
     _print(certificate)
     if json:
         json.write_bytes(certificate.encode())
-    if junit:
-        from commlayer_testkit.conformance.junit import junit as written
-
-        junit.write_bytes(written(certificate))
     raise typer.Exit(0 if certificate.ok else 1)
 
 

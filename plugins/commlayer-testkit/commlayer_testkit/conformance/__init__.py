@@ -21,8 +21,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from commlayer_testkit.conformance.bench import Bench
     from commlayer_testkit.conformance.clauses import Clause
+    from commlayer_testkit.conformance.lab import Lab
     from commlayer_testkit.conformance.rules import Gate, Level, Rule, all_rules
     from commlayer_testkit.conformance.runner import judge
     from commlayer_testkit.conformance.subject import Subject
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BackendConformance",
-    "Bench",
     "Clause",
     "Gate",
+    "Lab",
     "Level",
     "Outcome",
     "Rule",
@@ -45,7 +45,7 @@ __all__ = [
 
 _MODULES = {
     "BackendConformance": "suite",
-    "Bench": "bench",
+    "Lab": "lab",
     "Clause": "clauses",
     "Gate": "rules",
     "Level": "rules",

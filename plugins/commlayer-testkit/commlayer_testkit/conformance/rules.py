@@ -12,9 +12,9 @@ from commlayer.semantics import Semantics
 from commlayer_testkit.conformance.clauses import CLAUSES, Clause
 
 if TYPE_CHECKING:
-    from commlayer_testkit.conformance.bench import Bench
+    from commlayer_testkit.conformance.lab import Lab
 
-    Check = Callable[[Bench], None]
+    Check = Callable[[Lab], None]
 
 
 class Level(str, Enum):
@@ -60,7 +60,7 @@ class Gate:
 class Rule:
     """One check of one clause at one level.
 
-    `check(bench)` returns when the clause holds and raises when it does not;
+    `check(lab)` returns when the clause holds and raises when it does not;
     `doc` says how it looks.  It is meaningful only where all `gates` hold.
     """
 

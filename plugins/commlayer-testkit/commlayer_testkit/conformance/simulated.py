@@ -18,7 +18,7 @@ from commlayer_testkit.sim.transport import SimBackend
 from commlayer_testkit.sim.world import World
 
 if TYPE_CHECKING:
-    from commlayer_testkit.conformance.bench import Bench
+    from commlayer_testkit.conformance.lab import Lab
     from commlayer_testkit.conformance.subject import Subject
 
 Body = Callable[["Stage", Rank], object]
@@ -82,7 +82,7 @@ class Stage:
 
 
 def explore(
-    bench: Bench,
+    lab: Lab,
     body: Body,
     size: int,
     *,
@@ -92,13 +92,13 @@ def explore(
     """Run ``body(stage, rank)`` under many schedules, and put into the evidence what was covered.
 
     First depth first within one deviation from the default schedule, then random
-    walks from the bench's seed.  `early_ticks` as of `commlayer_testkit.sim.world.World`;
-    `schedules` replaces the bench's bound.  Raises `AssertionError` for a failure.
+    walks from the lab's seed.  `early_ticks` as of `commlayer_testkit.sim.world.World`;
+    `schedules` replaces the lab's bound.  Raises `AssertionError` for a failure.
     """
-    profile = bench.subject.profile()
+    profile = lab.subject.profile()
 
     def setup(world: World) -> None:
-        stage = Stage(world, bench.subject)
+        stage = Stage(world, lab.subject)
 
         def play(rank: Rank) -> None:
             body(stage, rank)
@@ -107,15 +107,15 @@ def explore(
         world.start(size, play)
 
     scenario = Scenario(body.__qualname__, setup, None, (profile.name,), early_ticks=early_ticks)
-    budget = schedules or bench.schedules
+    budget = schedules or lab.schedules
     searches: list[tuple[Strategy, dict[str, Any]]] = [
         ("dfs", {"deviations": 1, "budget": budget}),
-        ("random", {"seed": bench.seed, "budget": max(1, budget // 4)}),
+        ("random", {"seed": lab.seed, "budget": max(1, budget // 4)}),
     ]
-    found = bench.evidence.setdefault("explored", [])
+    found = lab.evidence.setdefault("explored", [])
     for strategy, settings in searches:
         report = explorer.explore(scenario, on=profile, strategy=strategy, **settings)
-        found.append(_evidence(report, bench.seed))
+        found.append(_evidence(report, lab.seed))
         if report.failure is not None:
             raise AssertionError(
                 f"{report.failure}\nfound after {report.found_after} schedules; "

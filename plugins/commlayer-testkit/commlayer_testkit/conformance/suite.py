@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from commlayer.backend import Backend
-from commlayer_testkit.conformance.bench import Bench
 from commlayer_testkit.conformance.deviations import Deviations, complaint, load
+from commlayer_testkit.conformance.lab import Lab
 from commlayer_testkit.conformance.rules import Level, Rule
 from commlayer_testkit.conformance.runner import judge
 from commlayer_testkit.conformance.subject import Subject
@@ -34,7 +34,7 @@ class BackendConformance:
     deviations: ClassVar[str | None] = None
 
     _schedules: ClassVar[int] = 200
-    _bench: ClassVar[Bench]
+    _bench: ClassVar[Lab]
     _deviations: ClassVar[Deviations]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -49,7 +49,7 @@ class BackendConformance:
 
     @classmethod
     def setup_class(cls) -> None:
-        cls._bench = Bench(cls._subject(), schedules=cls._schedules)
+        cls._bench = Lab(cls._subject(), schedules=cls._schedules)
         cls._deviations = {}
         if cls.deviations is not None:
             file = Path(inspect.getfile(cls)).parent / cls.deviations

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from commlayer_testkit.conformance.bench import Bench
 from commlayer_testkit.conformance.checks.tools import (
     LARGE,
     LIMIT,
@@ -16,6 +15,7 @@ from commlayer_testkit.conformance.checks.tools import (
     until,
 )
 from commlayer_testkit.conformance.gates import STREAM
+from commlayer_testkit.conformance.lab import Lab
 from commlayer_testkit.conformance.ranks import here
 from commlayer_testkit.conformance.rules import Level, rule
 from commlayer_testkit.conformance.subject import Subject
@@ -28,13 +28,13 @@ Everything here moves bytes and computes nothing, so that it runs where kernels 
 """
 
 
-def need_devices(bench: Bench, count: int = 2) -> None:
+def need_devices(lab: Lab, count: int = 2) -> None:
     """Raise `CannotRun` where this host has fewer devices than ranks."""
-    kind = bench.subject.semantics.devices[0]
+    kind = lab.subject.semantics.devices[0]
     found = torch.get_device_module(kind).device_count()
     if found < count:
         raise CannotRun(f"{found} devices of type {kind} here, and {count} are needed")
-    bench.evidence["devices"] = count
+    lab.evidence["devices"] = count
 
 
 def take_device(subject: Subject) -> tuple[torch.device, Any]:
@@ -66,10 +66,10 @@ def mixed(subject: Subject) -> list[str]:
 
 
 @rule(Level.L3, "device-values", STREAM)
-def device_values(bench: Bench) -> None:
+def device_values(lab: Lab) -> None:
     """A dict of device, host, empty and transposed tensors, both ways at once."""
-    need_devices(bench)
-    found = bench.run(mixed, 2)
+    need_devices(lab)
+    found = lab.run(mixed, 2)
     for rank in range(2):
         peer = 1 - rank
         turned = pattern(peer, 2).reshape(512, -1).t()
@@ -101,10 +101,10 @@ def ordered(subject: Subject) -> str:
 
 
 @rule(Level.L3, "stream-order", STREAM)
-def stream_order(bench: Bench) -> None:
+def stream_order(lab: Lab) -> None:
     """The source is written behind long work and cleared after the wait."""
-    need_devices(bench)
-    assert bench.run(ordered, 2)[1] == digest(pattern(1)), "read before or after its time"
+    need_devices(lab)
+    assert lab.run(ordered, 2)[1] == digest(pattern(1)), "read before or after its time"
 
 
 def two_consumers(subject: Subject) -> list[str]:
@@ -127,10 +127,10 @@ def two_consumers(subject: Subject) -> list[str]:
 
 
 @rule(Level.L3, "two-streams", STREAM)
-def two_streams(bench: Bench) -> None:
+def two_streams(lab: Lab) -> None:
     """One receive is waited for, and used, on two streams."""
-    need_devices(bench)
-    assert bench.run(two_consumers, 2)[1] == [digest(pattern(1))] * 2
+    need_devices(lab)
+    assert lab.run(two_consumers, 2)[1] == [digest(pattern(1))] * 2
 
 
 def gives_back(subject: Subject) -> int:
@@ -152,8 +152,8 @@ def gives_back(subject: Subject) -> int:
 
 
 @rule(Level.L3, "device-released", STREAM)
-def device_released(bench: Bench) -> None:
+def device_released(lab: Lab) -> None:
     """Twenty sends are dropped; what they held is free once the ledger is empty."""
-    need_devices(bench)
-    for rank, grown in enumerate(bench.run(gives_back, 2)):
+    need_devices(lab)
+    for rank, grown in enumerate(lab.run(gives_back, 2)):
         assert grown <= 0, f"rank {rank} still holds {grown} bytes"

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from commlayer.errors import CommError, ErrorKind
-from commlayer_testkit.conformance.bench import Bench
 from commlayer_testkit.conformance.checks.tools import (
     LARGE,
     LIMIT,
@@ -27,6 +26,7 @@ from commlayer_testkit.conformance.checks.tools import (
     until,
 )
 from commlayer_testkit.conformance.gates import ANY_THREAD
+from commlayer_testkit.conformance.lab import Lab
 from commlayer_testkit.conformance.ranks import here
 from commlayer_testkit.conformance.rules import Level, rule
 from commlayer_testkit.conformance.subject import Subject
@@ -62,9 +62,9 @@ def beside_a_silent_peer(subject: Subject) -> list[str]:
 
 
 @rule(Level.L4, "silent-peer")
-def silent_peer(bench: Bench) -> None:
+def silent_peer(lab: Lab) -> None:
     """One of three ranks is stopped (SIGSTOP), others exchange, it resumes."""
-    processes = bench.spawn(beside_a_silent_peer, 3)
+    processes = lab.spawn(beside_a_silent_peer, 3)
     first, victim, _ = processes
     victim.hear()
     victim.stop()
@@ -72,7 +72,7 @@ def silent_peer(bench: Bench) -> None:
     first.hear()
     victim.resume()
     victim.say("go on")
-    found = bench.collect(processes)
+    found = lab.collect(processes)
     assert [process.wait(LIMIT) for process in processes] == [0, 0, 0]
     assert found[0] == [digest(pattern(2, 0)), digest(pattern(VICTIM))]
     assert found[1] == [digest(pattern(0))]
@@ -107,19 +107,19 @@ def beside_a_dead_peer(subject: Subject) -> list[str]:
 
 
 @rule(Level.L4, "dead-peer")
-def dead_peer(bench: Bench) -> None:
+def dead_peer(lab: Lab) -> None:
     """One of three ranks is killed while a send and a receive with it are pending.
 
     Not applicable where a launcher of the backend's own ends the job with any rank.
     """
-    bench.kills_a_rank()
-    first, victim, third = bench.spawn(beside_a_dead_peer, 3)
+    lab.kills_a_rank()
+    first, victim, third = lab.spawn(beside_a_dead_peer, 3)
     victim.hear()
     first.hear()
     victim.signal(signal.SIGKILL)
     victim.wait()
     first.say("go on")
-    found = bench.collect([first, third])
+    found = lab.collect([first, third])
     assert found == [[digest(pattern(2))], [digest(pattern(0))]], "the living got other bytes"
 
 
@@ -141,20 +141,20 @@ def closes_beside_the_dead(subject: Subject) -> float:
 
 
 @rule(Level.L4, "close-dead-peer")
-def close_dead_peer(bench: Bench) -> None:
+def close_dead_peer(lab: Lab) -> None:
     """A rank closes, with a limit of 2 s, after its peer was killed; then it exits with 0.
 
     Not applicable where a launcher of the backend's own ends the job with any rank.
     """
-    bench.kills_a_rank()
-    first, victim = bench.spawn(closes_beside_the_dead, 2)
+    lab.kills_a_rank()
+    first, victim = lab.spawn(closes_beside_the_dead, 2)
     victim.hear()
     first.hear()
     victim.signal(signal.SIGKILL)
     victim.wait()
     first.say("close")
     seconds = first.result(LIMIT)
-    bench.evidence["seconds_to_close"] = round(seconds, 2)
+    lab.evidence["seconds_to_close"] = round(seconds, 2)
     assert first.wait(LIMIT) == 0, first.output
 
 
@@ -198,10 +198,10 @@ def churning(subject: Subject, rounds: int, lanes: int) -> list[str]:
 
 
 @rule(Level.L4, "churn", ANY_THREAD)
-def churn(bench: Bench) -> None:
+def churn(lab: Lab) -> None:
     """Four threads exchange 40 messages each, every handle dropped, beside a churning thread."""
     rounds, lanes = 40, 4
-    found = bench.run(churning, 2, rounds, lanes, limit=90)
+    found = lab.run(churning, 2, rounds, lanes, limit=90)
     for rank in range(2):
         for tag in range(lanes):
             sizes = [(SMALL, 0, LARGE, 5000)[(step + tag) % 4] for step in range(rounds)]
@@ -235,11 +235,11 @@ def grows(subject: Subject, messages: int) -> tuple[dict[str, int], dict[str, in
 
 
 @rule(Level.L4, "no-growth")
-def no_growth(bench: Bench) -> None:
+def no_growth(lab: Lab) -> None:
     """Between message 250 and 1250, of 64 KiB: below 48 MiB, 8 threads and 8 descriptors more."""
     limits = {"bytes": 48 << 20, "threads": 8, "descriptors": 8}
-    for rank, (before, after) in enumerate(bench.run(grows, 2, 1000, limit=90)):
+    for rank, (before, after) in enumerate(lab.run(grows, 2, 1000, limit=90)):
         growth = {key: after[key] - before[key] for key in limits}
-        bench.evidence[f"growth of rank {rank}"] = growth
+        lab.evidence[f"growth of rank {rank}"] = growth
         for key, limit in limits.items():
             assert growth[key] < limit, f"rank {rank} has {growth[key]} more {key}"

@@ -14,7 +14,6 @@ import torch
 from commlayer.backend import Endpoint
 from commlayer.backend import World as BackendWorld
 from commlayer.device.backend import StreamTransport
-from commlayer_testkit.conformance.bench import Bench
 from commlayer_testkit.conformance.checks.tools import until
 from commlayer_testkit.conformance.gates import (
     EAGER,
@@ -26,6 +25,7 @@ from commlayer_testkit.conformance.gates import (
     TAGS,
     UNBLOCKED_POSTS,
 )
+from commlayer_testkit.conformance.lab import Lab
 from commlayer_testkit.conformance.ranks import here
 from commlayer_testkit.conformance.rules import Level, rule
 from commlayer_testkit.conformance.subject import Subject
@@ -70,9 +70,9 @@ def post_first(subject: Subject) -> int:
 
 
 @rule(Level.L2, "native-post", UNBLOCKED_POSTS, HOST)
-def native_post(bench: Bench) -> None:
+def native_post(lab: Lab) -> None:
     """Both ranks post a send of 1 MiB before either posts a receive."""
-    assert bench.run(post_first, 2) == [2, 1]
+    assert lab.run(post_first, 2) == [2, 1]
 
 
 def in_order(subject: Subject) -> list[int]:
@@ -88,9 +88,9 @@ def in_order(subject: Subject) -> list[int]:
 
 
 @rule(Level.L2, "native-order", PER_TAG, SEVERAL_OUTSTANDING, HOST)
-def native_order(bench: Bench) -> None:
+def native_order(lab: Lab) -> None:
     """Four outstanding messages of different sizes and one tag."""
-    assert bench.run(in_order, 2)[1] == [0, 1, 2, 3], "messages of one tag overtook each other"
+    assert lab.run(in_order, 2)[1] == [0, 1, 2, 3], "messages of one tag overtook each other"
 
 
 def across_tags(subject: Subject) -> list[int]:
@@ -108,9 +108,9 @@ def across_tags(subject: Subject) -> list[int]:
 
 
 @rule(Level.L2, "native-tags", TAGS, UNBLOCKED_POSTS, SEVERAL_OUTSTANDING, HOST)
-def native_tags(bench: Bench) -> None:
+def native_tags(lab: Lab) -> None:
     """Three messages are received in the reverse order of their posts, by tag."""
-    assert bench.run(across_tags, 2)[1] == [1, 2, 3], "a receive took the message of another tag"
+    assert lab.run(across_tags, 2)[1] == [1, 2, 3], "a receive took the message of another tag"
 
 
 def poll_before_peer(subject: Subject) -> tuple[bool, bool]:
@@ -130,9 +130,9 @@ def poll_before_peer(subject: Subject) -> tuple[bool, bool]:
 
 
 @rule(Level.L2, "native-poll", EXACT_POLL, UNBLOCKED_POSTS, HOST)
-def native_poll(bench: Bench) -> None:
+def native_poll(lab: Lab) -> None:
     """A receive is polled before the send exists, then both until complete, without a wait."""
-    for early, right in bench.run(poll_before_peer, 2):
+    for early, right in lab.run(poll_before_peer, 2):
         assert not early, "complete before the peer has sent anything"
         assert right, "the poll says complete, and the bytes are not there"
 
@@ -151,9 +151,9 @@ def waits_twice(subject: Subject) -> int:
 
 
 @rule(Level.L2, "native-wait-again", REPEATABLE, UNBLOCKED_POSTS, HOST)
-def native_wait_again(bench: Bench) -> None:
+def native_wait_again(lab: Lab) -> None:
     """A send and a receive are each waited twice."""
-    assert bench.run(waits_twice, 2) == [3, 3]
+    assert lab.run(waits_twice, 2) == [3, 3]
 
 
 def eager(subject: Subject) -> int:
@@ -171,6 +171,6 @@ def eager(subject: Subject) -> int:
 
 
 @rule(Level.L2, "native-eager", EAGER, HOST)
-def native_eager(bench: Bench) -> None:
+def native_eager(lab: Lab) -> None:
     """A send of `eager_bytes` is waited for before the receive is posted."""
-    assert bench.run(eager, 2)[1] == 4
+    assert lab.run(eager, 2)[1] == 4

@@ -19,7 +19,6 @@ import torch
 
 from commlayer.device.backend import StreamBackend
 from commlayer.errors import CommError, ErrorKind
-from commlayer_testkit.conformance.bench import Bench
 from commlayer_testkit.conformance.checks.tools import (
     LARGE,
     LIMIT,
@@ -33,6 +32,7 @@ from commlayer_testkit.conformance.checks.tools import (
     until,
 )
 from commlayer_testkit.conformance.gates import ANY_THREAD, UNFINISHED
+from commlayer_testkit.conformance.lab import Lab
 from commlayer_testkit.conformance.ranks import here
 from commlayer_testkit.conformance.rules import Level, rule
 from commlayer_testkit.conformance.subject import Subject
@@ -61,9 +61,9 @@ def both_send_first(subject: Subject) -> list[str]:
 
 
 @rule(Level.L2, "post-returns")
-def post_returns(bench: Bench) -> None:
+def post_returns(lab: Lab) -> None:
     """Two ranks post small and large tensors, objects and dicts, then meet, then receive."""
-    found = bench.run(both_send_first, 2)
+    found = lab.run(both_send_first, 2)
     for rank in range(2):
         sent = [pattern(1 - rank, n, elements=n) for n in (SMALL, LARGE) for _ in range(3)]
         assert found[rank] == [digest(tensor) for tensor in sent], f"rank {rank} got other bytes"
@@ -88,10 +88,10 @@ def overwrite_after_wait(subject: Subject) -> list[str]:
 
 
 @rule(Level.L2, "wait-usable")
-def wait_usable(bench: Bench) -> None:
+def wait_usable(lab: Lab) -> None:
     """One buffer is sent eight times and cleared after each wait; its receiver comes late."""
     wanted = [digest(pattern(step, elements=3 << 18)) for step in range(8)]
-    assert bench.run(overwrite_after_wait, 2)[1] == wanted, "rank 1 got other bytes"
+    assert lab.run(overwrite_after_wait, 2)[1] == wanted, "rank 1 got other bytes"
 
 
 def waits_in_any_order(subject: Subject) -> bool:
@@ -118,9 +118,9 @@ def waits_in_any_order(subject: Subject) -> bool:
 
 
 @rule(Level.L2, "wait-again")
-def wait_again(bench: Bench) -> None:
+def wait_again(lab: Lab) -> None:
     """Five kinds of handle are waited in reverse, and all again after `close`."""
-    assert bench.run(waits_in_any_order, 2) == [True, True], "a rank got other bytes"
+    assert lab.run(waits_in_any_order, 2) == [True, True], "a rank got other bytes"
 
 
 def waits_from_threads(subject: Subject) -> int:
@@ -148,9 +148,9 @@ def waits_from_threads(subject: Subject) -> int:
 
 
 @rule(Level.L2, "wait-threads", ANY_THREAD)
-def wait_threads(bench: Bench) -> None:
+def wait_threads(lab: Lab) -> None:
     """Four threads wait for a receive and four for a send."""
-    assert bench.run(waits_from_threads, 2) == [4, 4], "not every thread got the result"
+    assert lab.run(waits_from_threads, 2) == [4, 4], "not every thread got the result"
 
 
 def tiny_timeouts(subject: Subject) -> list[str]:
@@ -176,9 +176,9 @@ def tiny_timeouts(subject: Subject) -> list[str]:
 
 
 @rule(Level.L2, "timeout-harmless")
-def timeout_harmless(bench: Bench) -> None:
+def timeout_harmless(lab: Lab) -> None:
     """Limits from 0 to 50 ms expire on receives and a large send before the peer posts."""
-    found = bench.run(tiny_timeouts, 2)
+    found = lab.run(tiny_timeouts, 2)
     for rank in range(2):
         wanted = [digest(pattern(1 - rank, key)) for key in (5, 6, 7)]
         assert found[rank] == wanted, f"rank {rank} got other bytes after its timeouts"
@@ -203,9 +203,9 @@ def odd_timeouts(subject: Subject) -> float:
 
 
 @rule(Level.L2, "timeout-values")
-def timeout_values(bench: Bench) -> None:
+def timeout_values(lab: Lab) -> None:
     """Negative, NaN and infinite limits on a pending receive."""
-    assert bench.run(odd_timeouts, 2) == [LARGE, LARGE]
+    assert lab.run(odd_timeouts, 2) == [LARGE, LARGE]
 
 
 def complete_unwaited(subject: Subject, elements: int) -> list[str]:
@@ -225,11 +225,11 @@ def complete_unwaited(subject: Subject, elements: int) -> list[str]:
 
 
 @rule(Level.L2, "completed-unwaited")
-def completed_unwaited(bench: Bench) -> None:
+def completed_unwaited(lab: Lab) -> None:
     """Small and large handles are only ever asked `is_completed`."""
     for elements in (SMALL, LARGE):
         wanted = [digest(pattern(key, elements=elements)) for key in (1, 2)]
-        for found in bench.run(complete_unwaited, 2, elements):
+        for found in lab.run(complete_unwaited, 2, elements):
             assert found == wanted, "complete, and the bytes are not there"
 
 
@@ -251,9 +251,9 @@ def not_complete_early(subject: Subject) -> None:
 
 
 @rule(Level.L2, "completed-exact", UNFINISHED)
-def completed_exact(bench: Bench) -> None:
+def completed_exact(lab: Lab) -> None:
     """A send of 4 MiB, to a peer that has received before, is asked before that asks again."""
-    bench.run(not_complete_early, 2)
+    lab.run(not_complete_early, 2)
 
 
 def errors_stay(subject: Subject) -> None:
@@ -275,9 +275,9 @@ def errors_stay(subject: Subject) -> None:
 
 
 @rule(Level.L2, "error-repeats")
-def error_repeats(bench: Bench) -> None:
+def error_repeats(lab: Lab) -> None:
     """A receive of the wrong size is waited three times."""
-    bench.run(errors_stay, 2)
+    lab.run(errors_stay, 2)
 
 
 def churn_memory() -> None:
@@ -311,14 +311,14 @@ def drop_everything(subject: Subject, sizes: Sequence[int]) -> list[str]:
 
 
 @rule(Level.L2, "dropped-handle")
-def dropped_handle(bench: Bench) -> None:
+def dropped_handle(lab: Lab) -> None:
     """Handles and sources are dropped before the peer posts; garbage is collected and churned."""
     sizes = (0, SMALL, LARGE, LARGE * 4)
     wanted = []
     for number, elements in enumerate(sizes):
         wanted.append(digest(pattern(number, elements=elements)))
         wanted.append(digest(pattern(number, 1, elements=elements)))
-    assert bench.run(drop_everything, 2, sizes)[1] == wanted, "a dropped send did not arrive whole"
+    assert lab.run(drop_everything, 2, sizes)[1] == wanted, "a dropped send did not arrive whole"
 
 
 def hog(stop: threading.Event) -> None:
@@ -345,9 +345,9 @@ def exchange_while_busy(subject: Subject) -> list[str]:
 
 
 @rule(Level.L2, "busy-interpreter")
-def busy_interpreter(bench: Bench) -> None:
+def busy_interpreter(lab: Lab) -> None:
     """Five exchanges beside a thread that never gives the interpreter up by itself."""
-    found = bench.run(exchange_while_busy, 2)
+    found = lab.run(exchange_while_busy, 2)
     for rank in range(2):
         wanted = [digest(pattern(1 - rank, step)) for step in range(5)]
         assert found[rank] == wanted, f"rank {rank} got other bytes"
@@ -372,9 +372,9 @@ def settles(subject: Subject) -> tuple[int, int, int]:
 
 
 @rule(Level.L2, "released", ANY_THREAD)
-def released(bench: Bench) -> None:
+def released(lab: Lab) -> None:
     """Nobody waits; the ledger is watched until it is empty."""
-    assert bench.run(settles, 2) == [(0, 0, 0)] * 2, "sends or bytes are still counted"
+    assert lab.run(settles, 2) == [(0, 0, 0)] * 2, "sends or bytes are still counted"
 
 
 def at_the_bound(subject: Subject) -> tuple[str, int]:
@@ -399,9 +399,9 @@ def at_the_bound(subject: Subject) -> tuple[str, int]:
 
 
 @rule(Level.L2, "bound-raises", UNFINISHED)
-def bound_raises(bench: Bench) -> None:
+def bound_raises(lab: Lab) -> None:
     """A third send of 4 MiB beyond a bound of two is refused; after a drain the next goes."""
-    (kind, peak), (received, _) = bench.run(at_the_bound, 2)
+    (kind, peak), (received, _) = lab.run(at_the_bound, 2)
     assert (kind, peak) == ("full", 2), f"{kind}, and {peak} sends were in flight"
     assert received == digest(pattern(3)), "the message after the refused one is another"
 
@@ -419,9 +419,9 @@ def in_order(subject: Subject) -> list[str]:
 
 
 @rule(Level.L2, "order")
-def order(bench: Bench) -> None:
+def order(lab: Lab) -> None:
     """Twenty-four messages on three tags, small and large; the tags are received one by one."""
-    found = bench.run(in_order, 2)
+    found = lab.run(in_order, 2)
     sizes = [(LARGE, SMALL, 0, LARGE * 2)[n % 4] for n in range(24)]
     for rank in range(2):
         wanted = [digest(pattern(1 - rank, n, elements=sizes[n])) for n in range(24)]
@@ -457,10 +457,10 @@ def sends_values(subject: Subject) -> list[str]:
 
 
 @rule(Level.L2, "values")
-def values(bench: Bench) -> None:
+def values(lab: Lab) -> None:
     """Eleven dtypes; empty, scalar, transposed, strided and large tensors."""
     wanted = [digest(tensor) for tensor in every_value()]
-    found = bench.run(sends_values, 2)[1]
+    found = lab.run(sends_values, 2)[1]
     wrong = [n for n, (one, other) in enumerate(zip(found, wanted, strict=True)) if one != other]
     assert not wrong, f"other bytes arrived for the tensors {wrong} of {len(wanted)}"
 
@@ -484,9 +484,9 @@ def sends_dicts(subject: Subject) -> tuple[list[str], list[str], Any]:
 
 
 @rule(Level.L2, "dicts")
-def dicts(bench: Bench) -> None:
+def dicts(lab: Lab) -> None:
     """Nested values, empty and large tensors in one dict; an object behind it."""
-    sent, got = bench.run(sends_dicts, 2)
+    sent, got = lab.run(sends_dicts, 2)
     assert got[0] == sent[0], f"the keys came in the order {got[0]}"
     tensors = (pattern(1), torch.empty(0), pattern(2, elements=SMALL))
     assert got[1] == [digest(tensor) for tensor in tensors], "other bytes arrived"
@@ -506,11 +506,11 @@ def broadcasts(subject: Subject) -> list[str]:
 
 
 @rule(Level.L2, "broadcast")
-def broadcast(bench: Bench) -> None:
+def broadcast(lab: Lab) -> None:
     """Four broadcasts in flight on 2 and on 4 ranks, from different ranks, of different widths."""
     wanted = [digest(pattern(step, elements=n)) for step, n in enumerate((SMALL, LARGE, 0, 3))]
     for size in (2, 4):
-        for rank, found in enumerate(bench.run(broadcasts, size)):
+        for rank, found in enumerate(lab.run(broadcasts, size)):
             assert found == wanted, f"rank {rank} of {size} got another broadcast"
 
 
@@ -525,9 +525,9 @@ def all_pairs(subject: Subject) -> dict[int, str]:
 
 
 @rule(Level.L2, "peers-independent")
-def peers_independent(bench: Bench) -> None:
+def peers_independent(lab: Lab) -> None:
     """Four ranks send to each other; each asks its peers in reverse order."""
-    for rank, found in enumerate(bench.run(all_pairs, 4)):
+    for rank, found in enumerate(lab.run(all_pairs, 4)):
         wanted = {peer: digest(pattern(peer, rank)) for peer in range(4) if peer != rank}
         assert found == wanted, f"rank {rank} got other bytes"
 
@@ -551,10 +551,10 @@ def unclaimed(subject: Subject) -> list[str]:
 
 
 @rule(Level.L2, "tags-independent")
-def tags_independent(bench: Bench) -> None:
+def tags_independent(lab: Lab) -> None:
     """Three large messages of tag 1 wait while tag 2, and another channel, are received."""
     wanted = [digest(pattern(key)) for key in (8, 7, 0, 1, 2)]
-    assert bench.run(unclaimed, 2)[1] == wanted, "rank 1 got other bytes"
+    assert lab.run(unclaimed, 2)[1] == wanted, "rank 1 got other bytes"
 
 
 def mismatch(subject: Subject) -> str:
@@ -573,9 +573,9 @@ def mismatch(subject: Subject) -> str:
 
 
 @rule(Level.L2, "size-mismatch")
-def size_mismatch(bench: Bench) -> None:
+def size_mismatch(lab: Lab) -> None:
     """A receive of half the size; the next receive gets the next message, and no process dies."""
-    assert bench.run(mismatch, 2)[1] == digest(pattern(2)), "the next message is another"
+    assert lab.run(mismatch, 2)[1] == digest(pattern(2)), "the next message is another"
 
 
 def slow_receiver(subject: Subject) -> list[str]:
@@ -596,10 +596,10 @@ def slow_receiver(subject: Subject) -> list[str]:
 
 
 @rule(Level.L2, "late-peer")
-def late_peer(bench: Bench) -> None:
+def late_peer(lab: Lab) -> None:
     """The receiver comes when all is posted, and takes one message every 0.1 s."""
     wanted = [digest(pattern(step)) for step in range(12)]
-    assert bench.run(slow_receiver, 2)[1] == wanted, "rank 1 got other bytes"
+    assert lab.run(slow_receiver, 2)[1] == wanted, "rank 1 got other bytes"
 
 
 def absent(subject: Subject) -> str:
@@ -615,9 +615,9 @@ def absent(subject: Subject) -> str:
 
 
 @rule(Level.L2, "absent-rank")
-def absent_rank(bench: Bench) -> None:
+def absent_rank(lab: Lab) -> None:
     """Rank 1 never connects; the limit is 1 s."""
-    text = bench.run(absent, 2)[0]
+    text = lab.run(absent, 2)[0]
     assert text.startswith("timeout:"), text
     assert "rank 1" in text, f"rank 1 is not named: {text}"
 
@@ -632,10 +632,10 @@ def exchange_once(subject: Subject) -> str:
 
 
 @rule(Level.L2, "fresh-interpreters")
-def fresh_interpreters(bench: Bench) -> None:
+def fresh_interpreters(lab: Lab) -> None:
     """Two new interpreters, which inherit nothing, exchange 256 KiB."""
-    found = bench.ranks(fresh=True).run(exchange_once, 2, bench.subject, timeout=90)
-    bench.evidence["ranks"] = [2]
+    found = lab.ranks(fresh=True).run(exchange_once, 2, lab.subject, timeout=90)
+    lab.evidence["ranks"] = [2]
     assert found == [digest(pattern(1)), digest(pattern(0))], "a rank got other bytes"
 
 
@@ -656,9 +656,9 @@ def drains(subject: Subject) -> bool:
 
 
 @rule(Level.L2, "drain")
-def drain(bench: Bench) -> None:
+def drain(lab: Lab) -> None:
     """A drain before the peer receives expires; one afterwards finds every send complete."""
-    assert bench.run(drains, 2) == [True, True], "drained, and sends are not complete"
+    assert lab.run(drains, 2) == [True, True], "drained, and sends are not complete"
 
 
 def closes(subject: Subject) -> tuple[str, str]:
@@ -676,9 +676,9 @@ def closes(subject: Subject) -> tuple[str, str]:
 
 
 @rule(Level.L2, "close")
-def close(bench: Bench) -> None:
+def close(lab: Lab) -> None:
     """One rank sends and closes at once; both have a receive that nobody answers."""
-    (_, first), (received, second) = bench.run(closes, 2)
+    (_, first), (received, second) = lab.run(closes, 2)
     assert received == digest(pattern(1)), "what was sent before the close is another message"
     assert (first, second) == ("closed", "closed")
 
@@ -697,9 +697,9 @@ def closes_in_flight(subject: Subject) -> str:
 
 
 @rule(Level.L2, "close-in-flight", UNFINISHED)
-def close_in_flight(bench: Bench) -> None:
+def close_in_flight(lab: Lab) -> None:
     """Both ranks close, with a limit of 1 s, while 4 MiB each way are not asked for."""
-    for rank, text in enumerate(bench.run(closes_in_flight, 2)):
+    for rank, text in enumerate(lab.run(closes_in_flight, 2)):
         assert "isend to rank" in text, f"rank {rank} names no undelivered send: {text}"
 
 
@@ -713,9 +713,9 @@ def exits_with(subject: Subject, code: int) -> None:
 
 
 @rule(Level.L2, "exit")
-def exit_code(bench: Bench) -> None:
+def exit_code(lab: Lab) -> None:
     """Both ranks leave by ``sys.exit(7)`` with a send and a receive pending."""
-    processes = bench.spawn(exits_with, 2, 7)
+    processes = lab.spawn(exits_with, 2, 7)
     codes = [process.wait(30) for process in processes]
     assert codes == [7, 7], f"exit codes {codes}\n{processes[0].output}{processes[1].output}"
 
@@ -739,9 +739,9 @@ def forks(subject: Subject) -> tuple[int, str]:
 
 
 @rule(Level.L2, "fork")
-def fork(bench: Bench) -> None:
+def fork(lab: Lab) -> None:
     """Each rank forks with a send in flight; the child is refused, the parent goes on."""
-    found = bench.run(forks, 2)
+    found = lab.run(forks, 2)
     codes = [code for code, _ in found]
     assert codes == [5, 5], f"the children ended with exit codes {codes}"
     received = [received for _, received in found]
@@ -760,9 +760,9 @@ def connects_again(subject: Subject) -> list[str]:
 
 
 @rule(Level.L2, "reconnect")
-def reconnect(bench: Bench) -> None:
+def reconnect(lab: Lab) -> None:
     """Three communicators, one after another, in the same processes."""
-    found = bench.run(connects_again, 2)
+    found = lab.run(connects_again, 2)
     for rank in range(2):
         wanted = [digest(pattern(generation, 1 - rank)) for generation in range(3)]
         assert found[rank] == wanted, f"rank {rank} got other bytes"

@@ -22,7 +22,7 @@ from commlayer.semantics import (
     Threads,
     WaitBlocks,
 )
-from commlayer_testkit.conformance.bench import Bench
+from commlayer_testkit.conformance.lab import Lab
 from commlayer_testkit.conformance.rules import Level, rule
 from commlayer_testkit.conformance.verdict import CannotRun
 
@@ -30,20 +30,20 @@ _CHEAP_SECONDS = 5.0
 
 
 @rule(Level.L0, "named")
-def named(bench: Bench) -> None:
+def named(lab: Lab) -> None:
     """Loads the backend and compares name and plugin API."""
-    loaded = bench.subject.loaded
+    loaded = lab.subject.loaded
     backend = loaded.backend
-    assert backend.name == bench.subject.name
+    assert backend.name == lab.subject.name
     low, high = backend.plugin_api
     assert low <= PLUGIN_API <= high, f"plugin API {low} to {high}, and this is {PLUGIN_API}"
-    bench.evidence["origin"] = loaded.origin
+    lab.evidence["origin"] = loaded.origin
 
 
 @rule(Level.L0, "interface")
-def interface(bench: Bench) -> None:
+def interface(lab: Lab) -> None:
     """Compares the parameters of each overridden method with the interface's."""
-    backend = bench.subject.loaded.backend
+    backend = lab.subject.loaded.backend
     base = StreamBackend if isinstance(backend, StreamBackend) else Backend
     compared = 0
     for name, declared in inspect.getmembers(base, inspect.isfunction):
@@ -53,7 +53,7 @@ def interface(bench: Bench) -> None:
         found = _parameters(getattr(type(backend), name))[1:]
         assert found == wanted, f"{name}({', '.join(found)}) should be {name}({', '.join(wanted)})"
         compared += 1
-    bench.evidence["methods"] = compared
+    lab.evidence["methods"] = compared
 
 
 def _parameters(function: object) -> list[str]:
@@ -61,23 +61,23 @@ def _parameters(function: object) -> list[str]:
 
 
 @rule(Level.L0, "viability")
-def viability(bench: Bench) -> None:
+def viability(lab: Lab) -> None:
     """Asks twice, on the clock."""
     began = time.monotonic()
-    backend = bench.subject.loaded.backend
+    backend = lab.subject.loaded.backend
     first, second = backend.viability(), backend.viability()
     elapsed = time.monotonic() - began
     assert first == second, f"two answers: {first} and {second}"
     assert first.reason, "viability gives no reason"
     assert first.ok or first.install, "not viable, and nothing says what to install"
     assert elapsed < _CHEAP_SECONDS, f"two questions took {elapsed:.1f} s"
-    bench.evidence.update(viable=first.ok, reason=first.reason)
+    lab.evidence.update(viable=first.ok, reason=first.reason)
 
 
 @rule(Level.L0, "facts")
-def facts(bench: Bench) -> None:
+def facts(lab: Lab) -> None:
     """Writes and reads the facts, and looks for pairs that exclude each other."""
-    semantics = bench.subject.semantics
+    semantics = lab.subject.semantics
     decoded = msgspec.convert(semantics.facts(), Semantics)
     assert decoded == semantics, "the facts change when they are written and read"
     contradictions = [
@@ -111,9 +111,9 @@ def _contradictions(facts: OperationSemantics) -> list[str]:
 
 
 @rule(Level.L0, "sources")
-def sources(bench: Bench) -> None:
+def sources(lab: Lab) -> None:
     """Looks every name up."""
-    backend = bench.subject.loaded.backend
+    backend = lab.subject.loaded.backend
     known = set(Semantics.__struct_fields__)
     for kind in ("p2p", "collective"):
         known |= {f"{kind}.{fact}" for fact in OperationSemantics.__struct_fields__}
@@ -124,25 +124,25 @@ def sources(bench: Bench) -> None:
     for component, version in backend.versions().items():
         assert isinstance(component, str), f"versions(): {component!r}"
         assert isinstance(version, str), f"versions(): {component} is {version!r}"
-    bench.evidence["sources"] = len(backend.sources)
+    lab.evidence["sources"] = len(backend.sources)
 
 
 @rule(Level.L0, "core-accepts")
-def core_accepts(bench: Bench) -> None:
+def core_accepts(lab: Lab) -> None:
     """Connects a world of one simulated rank."""
-    semantics = bench.subject.semantics
-    device = isinstance(bench.subject.loaded.backend, StreamBackend)
+    semantics = lab.subject.semantics
+    device = isinstance(lab.subject.loaded.backend, StreamBackend)
     assert not (device and semantics.threads is Threads.FUNNELED), (
         "threads is funneled: device operations are posted on the threads that call"
     )
-    bench.explore(lambda stage, rank: stage.connect(rank), 1, schedules=1)
+    lab.explore(lambda stage, rank: stage.connect(rank), 1, schedules=1)
 
 
 @rule(Level.L0, "options-refused")
-def options_refused(bench: Bench) -> None:
+def options_refused(lab: Lab) -> None:
     """Opens the transport with an option that no backend has."""
-    backend = bench.subject.loaded.backend
-    if not bench.subject.loaded.viability().ok and not isinstance(backend, StreamBackend):
+    backend = lab.subject.loaded.backend
+    if not lab.subject.loaded.viability().ok and not isinstance(backend, StreamBackend):
         raise CannotRun("not viable: it cannot be opened")
     world = BackendWorld(0, 1, HashStore(), 5.0)  # type: ignore[arg-type]
     try:

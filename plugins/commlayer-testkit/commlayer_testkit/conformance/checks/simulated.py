@@ -10,9 +10,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from commlayer.errors import ErrorKind
-from commlayer_testkit.conformance.bench import Bench
 from commlayer_testkit.conformance.checks.tools import expect_error, expires
 from commlayer_testkit.conformance.gates import ANY_THREAD, HOST_MEMORY, WAITED_IN
+from commlayer_testkit.conformance.lab import Lab
 from commlayer_testkit.conformance.rules import Level, rule
 from commlayer_testkit.conformance.simulated import Stage
 from commlayer_testkit.conformance.verdict import NotApplicable
@@ -34,7 +34,7 @@ def two_dropped(stage: Stage, rank: Rank, **config: Any) -> None:
 
 
 @rule(Level.L1, "post-returns")
-def post_returns(bench: Bench) -> None:
+def post_returns(lab: Lab) -> None:
     """Both ranks post a tensor and a dict send before either receives."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -50,11 +50,11 @@ def post_returns(bench: Bench) -> None:
         for send in sends:
             send.wait()
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "wait-usable")
-def wait_usable(bench: Bench) -> None:
+def wait_usable(lab: Lab) -> None:
     """A source that travels without a copy is overwritten after each wait; results are used."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -69,11 +69,11 @@ def wait_usable(bench: Bench) -> None:
             for step in (1, 2):
                 stage.expect(rank, comm.recv(stage.target(rank), 0), step)
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "wait-again")
-def wait_again(bench: Bench) -> None:
+def wait_again(lab: Lab) -> None:
     """Handles of both directions are waited twice, the second time in reverse order."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -86,11 +86,11 @@ def wait_again(bench: Bench) -> None:
             handle.wait()
         stage.expect(rank, handles[0].result(), peer)
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "wait-threads", ANY_THREAD)
-def wait_threads(bench: Bench) -> None:
+def wait_threads(lab: Lab) -> None:
     """Two tasks wait for one send, one of them with a limit."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -103,11 +103,11 @@ def wait_threads(bench: Bench) -> None:
             handle.synchronize(timeout=100.0)
             waiter.join()
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "timeout-harmless")
-def timeout_harmless(bench: Bench) -> None:
+def timeout_harmless(lab: Lab) -> None:
     """A receive is waited with a limit before the peer sends, and again afterwards."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -122,11 +122,11 @@ def timeout_harmless(bench: Bench) -> None:
             )
             stage.expect(rank, handle.result(), 4)
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "timeout-transfer")
-def timeout_transfer(bench: Bench) -> None:
+def timeout_transfer(lab: Lab) -> None:
     """Limits expire at any moment of a transfer: the clock may jump twice."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -139,11 +139,11 @@ def timeout_transfer(bench: Bench) -> None:
                 expires(handle.synchronize, 1.0)
             stage.expect(rank, handle.result(), 3)
 
-    bench.explore(body, early_ticks=2)
+    lab.explore(body, early_ticks=2)
 
 
 @rule(Level.L1, "completed-exact")
-def completed_exact(bench: Bench) -> None:
+def completed_exact(lab: Lab) -> None:
     """A source is overwritten as soon as `is_completed` says so, a result is then used."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -160,17 +160,17 @@ def completed_exact(bench: Bench) -> None:
                 rank.sleep(0.1)
             stage.expect(rank, handle.result(), 5)
 
-    bench.explore(body, early_ticks=3)
+    lab.explore(body, early_ticks=3)
 
 
 @rule(Level.L1, "dropped-handle")
-def dropped_handle(bench: Bench) -> None:
+def dropped_handle(lab: Lab) -> None:
     """Handles and tensors of two sends are dropped at once."""
-    bench.explore(two_dropped)
+    lab.explore(two_dropped)
 
 
 @rule(Level.L1, "alive")
-def alive(bench: Bench) -> None:
+def alive(lab: Lab) -> None:
     """Inline, separate and empty sources, and one of a side stream, are dropped at once; all are
     read before their free."""
 
@@ -190,11 +190,11 @@ def alive(bench: Bench) -> None:
                 if size:
                     stage.expect(rank, got, 7)
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "idle", ANY_THREAD, WAITED_IN)
-def idle(bench: Bench) -> None:
+def idle(lab: Lab) -> None:
     """A receive is pending, and another is being waited for, during an hour of silence."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -208,11 +208,11 @@ def idle(bench: Bench) -> None:
             stage.expect(rank, comm.recv(stage.target(rank), 0), 0)
             stage.expect(rank, pending.result(), 1)
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "released", ANY_THREAD)
-def released(bench: Bench) -> None:
+def released(lab: Lab) -> None:
     """Under each reaping policy of the core, all is released before it was waited for."""
     for policy in ("background", "fifo"):
 
@@ -228,13 +228,13 @@ def released(bench: Bench) -> None:
                 for value in (1, 2):
                     stage.expect(rank, comm.recv(stage.target(rank), 0), value)
 
-        bench.explore(body, schedules=max(1, bench.schedules // 2))
+        lab.explore(body, schedules=max(1, lab.schedules // 2))
 
 
 @rule(Level.L1, "copy-on-post", HOST_MEMORY)
-def copy_on_post(bench: Bench) -> None:
+def copy_on_post(lab: Lab) -> None:
     """The source is overwritten right after the post."""
-    if bench.subject.companion() is not None:
+    if lab.subject.companion() is not None:
         raise NotApplicable("the copy is work of a device stream, and no call that is simulated")
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -247,21 +247,21 @@ def copy_on_post(bench: Bench) -> None:
         else:
             stage.expect(rank, comm.recv(stage.target(rank), 0), 1)
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "bounded")
-def bounded(bench: Bench) -> None:
+def bounded(lab: Lab) -> None:
     """With a bound of one send, two are posted; the second waits for room."""
 
     def body(stage: Stage, rank: Rank) -> None:
         two_dropped(stage, rank, max_inflight_ops=1)
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "order")
-def order(bench: Bench) -> None:
+def order(lab: Lab) -> None:
     """Five outstanding sends each way are received in the order of their posts."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -273,11 +273,11 @@ def order(bench: Bench) -> None:
             stage.expect(rank, receive.result(), 10 * peer + number)
         comm.drain()
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "unexpected")
-def unexpected(bench: Bench) -> None:
+def unexpected(lab: Lab) -> None:
     """Three messages come before anybody asks, who then asks for one a second."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -291,11 +291,11 @@ def unexpected(bench: Bench) -> None:
                 rank.sleep(1.0)
                 stage.expect(rank, comm.recv(stage.target(rank), 0), value)
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "tags-independent")
-def tags_independent(bench: Bench) -> None:
+def tags_independent(lab: Lab) -> None:
     """The message of tag 1 is sent first and asked for last."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -308,11 +308,11 @@ def tags_independent(bench: Bench) -> None:
             for tag in (2, 1):
                 stage.expect(rank, comm.recv(stage.target(rank), 0, tag=tag), tag)
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "channels-independent")
-def channels_independent(bench: Bench) -> None:
+def channels_independent(lab: Lab) -> None:
     """A send on `data` waits for a receive that its peer posts only after one on `control`."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -326,11 +326,11 @@ def channels_independent(bench: Bench) -> None:
             stage.expect(rank, control.recv(stage.target(rank), 0), 2)
             stage.expect(rank, comm.recv(stage.target(rank), 0), 1)
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "peers-independent")
-def peers_independent(bench: Bench) -> None:
+def peers_independent(lab: Lab) -> None:
     """Three ranks, each sends to the next and receives from the one before."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -340,11 +340,11 @@ def peers_independent(bench: Bench) -> None:
         stage.expect(rank, comm.recv(stage.target(rank), before), before)
         send.wait()
 
-    bench.explore(body, 3, schedules=max(1, bench.schedules // 2))
+    lab.explore(body, 3, schedules=max(1, lab.schedules // 2))
 
 
 @rule(Level.L1, "broadcast")
-def broadcast(bench: Bench) -> None:
+def broadcast(lab: Lab) -> None:
     """Two broadcasts in flight, each of its own width."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -362,11 +362,11 @@ def broadcast(bench: Bench) -> None:
             del result
         comm.drain()
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "size-mismatch")
-def size_mismatch(bench: Bench) -> None:
+def size_mismatch(lab: Lab) -> None:
     """A message of 64 bytes meets a receive of 16; the next message arrives."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -381,11 +381,11 @@ def size_mismatch(bench: Bench) -> None:
             expect_error(ErrorKind.PROTOCOL, wrong.synchronize)
             stage.expect(rank, right.result(), 2)
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "drain")
-def drain(bench: Bench) -> None:
+def drain(lab: Lab) -> None:
     """After `drain` the handle of the send says complete."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -398,11 +398,11 @@ def drain(bench: Bench) -> None:
             rank.sleep(1.0)
             stage.expect(rank, comm.recv(stage.target(rank), 0), 1)
 
-    bench.explore(body)
+    lab.explore(body)
 
 
 @rule(Level.L1, "close")
-def close(bench: Bench) -> None:
+def close(lab: Lab) -> None:
     """Both ranks send, receive and close at once."""
 
     def body(stage: Stage, rank: Rank) -> None:
@@ -412,4 +412,4 @@ def close(bench: Bench) -> None:
         stage.settle(rank)
         comm.close(timeout=60.0)
 
-    bench.explore(body)
+    lab.explore(body)

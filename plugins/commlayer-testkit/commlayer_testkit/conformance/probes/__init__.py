@@ -2,7 +2,7 @@
 
 `probe` measures a plugin's backend, `probe_c10d` a backend of ``torch.distributed``
 without one.  An `Experiment` is two throw-away ranks and a judge; `completion`,
-`memory`, `ordering`, `failure` and `devices` hold them, `bench` is what they work
+`memory`, `ordering`, `failure` and `devices` hold them, `here` is what they work
 with, `link` what they see of the transport, `run` starts them, `report` compares.
 """
 

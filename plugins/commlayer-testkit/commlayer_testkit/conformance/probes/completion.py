@@ -17,7 +17,6 @@ from commlayer.semantics import (
     Progress,
     WaitBlocks,
 )
-from commlayer_testkit.conformance.probes.bench import Bench, Concluded, in_words
 from commlayer_testkit.conformance.probes.experiment import (
     Experiment,
     Measurement,
@@ -25,6 +24,7 @@ from commlayer_testkit.conformance.probes.experiment import (
     unmeasured,
 )
 from commlayer_testkit.conformance.probes.link import P2P
+from commlayer_testkit.conformance.probes.rank import Concluded, ProbeRank, in_words
 from commlayer_testkit.conformance.ranks.stopping import stopped
 
 _SIZES = (8, 4096, 1 << 20)
@@ -37,86 +37,86 @@ _BRIEF = 0.2  # seconds of polling where an early yes would show at once
 # --- poll ---------------------------------------------------------------------------------------
 
 
-def _watch(bench: Bench, work: Any, seconds: float) -> dict[str, Any]:
+def _watch(here: ProbeRank, work: Any, seconds: float) -> dict[str, Any]:
     """Poll `work` for `seconds` or until it says yes: what it said.  Concludes if it blocks."""
     longest = 0.0
 
     def ask() -> bool:
         nonlocal longest
         started = time.monotonic()
-        said = bench.link.poll(work)
+        said = here.link.poll(work)
         longest = max(longest, time.monotonic() - started)
         return said
 
-    attempt = bench.attempt(bench.until, ask, seconds, seconds=seconds + bench.patience)
-    if not attempt.ended or longest > bench.patience / 2:
-        bench.note("blocks", f"a query of a pending operation: {attempt}")
+    attempt = here.attempt(here.until, ask, seconds, seconds=seconds + here.patience)
+    if not attempt.ended or longest > here.patience / 2:
+        here.note("blocks", f"a query of a pending operation: {attempt}")
         raise Concluded
     return {"yes": bool(attempt.value), "error": attempt.error}
 
 
-def _poll_send(bench: Bench, size: int, patience: float) -> None:
+def _poll_send(here: ProbeRank, size: int, patience: float) -> None:
     name = f"send of {in_words(size)}"
-    if bench.rank == 0:
-        source = bench.pattern(size, 1)
-        work = bench.link.isend(source)
-        before = _watch(bench, work, _BRIEF)
+    if here.rank == 0:
+        source = here.pattern(size, 1)
+        work = here.link.isend(source)
+        before = _watch(here, work, _BRIEF)
         if before["yes"]:
             source.fill_(0)
-        bench.tell(f"{name}/posted")
-        bench.hear(f"{name}/arrived")
-        after = before if before["yes"] else _watch(bench, work, patience)
-        bench.note(name, {"before": before, "after": after, "wait": str(bench.settle(work))})
-        bench.note(f"{name}, after wait", bench.link.poll(work))
+        here.tell(f"{name}/posted")
+        here.hear(f"{name}/arrived")
+        after = before if before["yes"] else _watch(here, work, patience)
+        here.note(name, {"before": before, "after": after, "wait": str(here.settle(work))})
+        here.note(f"{name}, after wait", here.link.poll(work))
     else:
-        bench.hear(f"{name}/posted")
-        into = bench.blank(size)
-        bench.settle(bench.link.irecv(into), 10 * bench.patience)
-        bench.note(f"{name} intact", bench.holds(into, 1))
-        bench.tell(f"{name}/arrived")
+        here.hear(f"{name}/posted")
+        into = here.blank(size)
+        here.settle(here.link.irecv(into), 10 * here.patience)
+        here.note(f"{name} intact", here.holds(into, 1))
+        here.tell(f"{name}/arrived")
 
 
-def _poll_recv(bench: Bench, size: int, patience: float) -> None:
+def _poll_recv(here: ProbeRank, size: int, patience: float) -> None:
     name = f"receive of {in_words(size)}"
-    if bench.rank == 1:
-        into = bench.blank(size)
-        work = bench.link.irecv(into)
-        before = _watch(bench, work, _BRIEF)
-        bench.tell(f"{name}/posted")
-        bench.hear(f"{name}/sent")
-        after = before if before["yes"] else _watch(bench, work, patience)
-        early = before["yes"] or (after["yes"] and not bench.holds(into, 2))
-        bench.note(name, {"early": early, "after": after, "wait": str(bench.settle(work))})
-        bench.note(f"{name}, after wait", bench.link.poll(work))
+    if here.rank == 1:
+        into = here.blank(size)
+        work = here.link.irecv(into)
+        before = _watch(here, work, _BRIEF)
+        here.tell(f"{name}/posted")
+        here.hear(f"{name}/sent")
+        after = before if before["yes"] else _watch(here, work, patience)
+        early = before["yes"] or (after["yes"] and not here.holds(into, 2))
+        here.note(name, {"early": early, "after": after, "wait": str(here.settle(work))})
+        here.note(f"{name}, after wait", here.link.poll(work))
     else:
-        bench.hear(f"{name}/posted")
-        bench.settle(bench.link.isend(bench.pattern(size, 2)), 10 * bench.patience)
-        bench.tell(f"{name}/sent")
+        here.hear(f"{name}/posted")
+        here.settle(here.link.isend(here.pattern(size, 2)), 10 * here.patience)
+        here.tell(f"{name}/sent")
 
 
-def _poll_in_flight(bench: Bench, size: int) -> None:
+def _poll_in_flight(here: ProbeRank, size: int) -> None:
     """Act on the first yes, in the middle of a large transfer."""
-    buffer = bench.pattern(size, 3) if bench.rank == 0 else bench.blank(size)
-    bench.meet("large")
-    work = bench.link.isend(buffer) if bench.rank == 0 else bench.link.irecv(buffer)
-    yes = _watch(bench, work, bench.patience)["yes"]
-    if bench.rank == 0:
+    buffer = here.pattern(size, 3) if here.rank == 0 else here.blank(size)
+    here.meet("large")
+    work = here.link.isend(buffer) if here.rank == 0 else here.link.irecv(buffer)
+    yes = _watch(here, work, here.patience)["yes"]
+    if here.rank == 0:
         if yes:
             buffer.fill_(0)
-        bench.settle(work, 10 * bench.patience)
+        here.settle(work, 10 * here.patience)
     else:
-        whole = yes and bench.holds(buffer, 3)
-        bench.settle(work, 10 * bench.patience)
-        bench.note("in flight", {"early": yes and not whole, "intact": bench.holds(buffer, 3)})
-    bench.meet("large done")
+        whole = yes and here.holds(buffer, 3)
+        here.settle(work, 10 * here.patience)
+        here.note("in flight", {"early": yes and not whole, "intact": here.holds(buffer, 3)})
+    here.meet("large done")
 
 
-def _play_poll(bench: Bench, variant: str) -> None:
+def _play_poll(here: ProbeRank, variant: str) -> None:
     for number, size in enumerate(_SIZES):
-        patience = bench.patience if number == 0 else max(_BRIEF, bench.patience / 4)
-        _poll_send(bench, size, patience)
-        _poll_recv(bench, size, patience)
-    _poll_in_flight(bench, _LARGE)
+        patience = here.patience if number == 0 else max(_BRIEF, here.patience / 4)
+        _poll_send(here, size, patience)
+        _poll_recv(here, size, patience)
+    _poll_in_flight(here, _LARGE)
 
 
 def _judge_poll(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -159,19 +159,19 @@ def _sizes(sizes: Any) -> str:
 # --- what a wait does ---------------------------------------------------------------------------
 
 
-def _play_wait_blocks(bench: Bench, variant: str) -> None:
+def _play_wait_blocks(here: ProbeRank, variant: str) -> None:
     """Wait for a message that is sent one `patience` later."""
-    if bench.rank == 1:
-        work = bench.link.irecv(bench.blank(64))
-        bench.tell("waiting")
-        attempt = bench.attempt(bench.link.wait, work, seconds=10 * bench.patience)
-        at_once = attempt.seconds < bench.patience / 2
-        bench.note("wait", {"error": attempt.error, "at once": at_once, "said": str(attempt)})
+    if here.rank == 1:
+        work = here.link.irecv(here.blank(64))
+        here.tell("waiting")
+        attempt = here.attempt(here.link.wait, work, seconds=10 * here.patience)
+        at_once = attempt.seconds < here.patience / 2
+        here.note("wait", {"error": attempt.error, "at once": at_once, "said": str(attempt)})
     else:
-        bench.hear("waiting")
-        time.sleep(bench.patience)
-        bench.settle(bench.link.isend(bench.pattern(64, 1)))
-    bench.meet("done")
+        here.hear("waiting")
+        time.sleep(here.patience)
+        here.settle(here.link.isend(here.pattern(64, 1)))
+    here.meet("done")
 
 
 def _judge_wait_blocks(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -183,14 +183,14 @@ def _judge_wait_blocks(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
     return {"wait_blocks": Measurement(value, (evidence,))}
 
 
-def _play_wait_repeatable(bench: Bench, variant: str) -> None:
-    buffer = bench.pattern(64, 1) if bench.rank == 0 else bench.blank(64)
-    work = bench.link.isend(buffer) if bench.rank == 0 else bench.link.irecv(buffer)
-    first = bench.settle(work, 10 * bench.patience)
-    bench.note("first", str(first))
-    bench.meet("first")
-    second = bench.settle(work)
-    bench.note("second", {"ok": second.ok, "said": str(second)})
+def _play_wait_repeatable(here: ProbeRank, variant: str) -> None:
+    buffer = here.pattern(64, 1) if here.rank == 0 else here.blank(64)
+    work = here.link.isend(buffer) if here.rank == 0 else here.link.irecv(buffer)
+    first = here.settle(work, 10 * here.patience)
+    here.note("first", str(first))
+    here.meet("first")
+    second = here.settle(work)
+    here.note("second", {"ok": second.ok, "said": str(second)})
 
 
 def _judge_wait_repeatable(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -207,37 +207,35 @@ def _judge_wait_repeatable(outcomes: Mapping[str, Pair]) -> dict[str, Measuremen
     return {"wait_repeatable": Measurement(value, evidence, 2)}
 
 
-def _play_timeout(bench: Bench, variant: str) -> None:
+def _play_timeout(here: ProbeRank, variant: str) -> None:
     """Let a limit expire on one of two pending operations, then complete everything."""
-    link = bench.link
-    buffers = [
-        bench.pattern(64, seed) if bench.rank == 0 else bench.blank(64) for seed in (1, 2, 3)
-    ]
-    sends = bench.rank == 0
+    link = here.link
+    buffers = [here.pattern(64, seed) if here.rank == 0 else here.blank(64) for seed in (1, 2, 3)]
+    sends = here.rank == 0
     if sends == (variant == "send"):
         works = [link.isend(b) if sends else link.irecv(b) for b in buffers[:2]]
         if not link.limits_waits(works[0]):
-            bench.note("no limit", type(works[0]).__name__)
+            here.note("no limit", type(works[0]).__name__)
             return
-        expired = bench.attempt(link.wait_within, works[0], 0.1)
-        bench.note("expired", {"ended": expired.ended, "ok": expired.ok, "said": str(expired)})
-        bench.tell("expired")
-        again = bench.settle(works[0])
-        other = bench.settle(works[1])
-        post = bench.attempt(lambda: link.isend(buffers[2]) if sends else link.irecv(buffers[2]))
-        new = bench.settle(post.value) if post.ok else post
-        bench.note("again", {"ok": again.ok, "said": str(again)})
-        bench.note("other", {"ok": other.ok, "said": str(other)})
-        bench.note("new", {"ok": new.ok, "said": str(new)})
+        expired = here.attempt(link.wait_within, works[0], 0.1)
+        here.note("expired", {"ended": expired.ended, "ok": expired.ok, "said": str(expired)})
+        here.tell("expired")
+        again = here.settle(works[0])
+        other = here.settle(works[1])
+        post = here.attempt(lambda: link.isend(buffers[2]) if sends else link.irecv(buffers[2]))
+        new = here.settle(post.value) if post.ok else post
+        here.note("again", {"ok": again.ok, "said": str(again)})
+        here.note("other", {"ok": other.ok, "said": str(other)})
+        here.note("new", {"ok": new.ok, "said": str(new)})
     else:
-        bench.hear("expired")
+        here.hear("expired")
         for buffer in buffers:
-            post = bench.attempt(lambda b=buffer: link.isend(b) if sends else link.irecv(b))
+            post = here.attempt(lambda b=buffer: link.isend(b) if sends else link.irecv(b))
             if post.ok:
-                bench.settle(post.value, 2 * bench.patience)
-    bench.meet("data")
+                here.settle(post.value, 2 * here.patience)
+    here.meet("data")
     if not sends:
-        bench.note("intact", [bench.holds(b, s) for s, b in enumerate(buffers, 1)])
+        here.note("intact", [here.holds(b, s) for s, b in enumerate(buffers, 1)])
 
 
 def _judge_timeout(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -275,30 +273,30 @@ def _judge_timeout(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
 # --- when a send completes ----------------------------------------------------------------------
 
 
-def _play_eager(bench: Bench, variant: str) -> None:
+def _play_eager(here: ProbeRank, variant: str) -> None:
     """Bisect over sizes: does the wait return although the peer has not posted?"""
-    patience = max(_BRIEF, bench.patience / 2)
-    if bench.rank == 0:
+    patience = max(_BRIEF, here.patience / 2)
+    if here.rank == 0:
         small, large = 0, _LARGEST_EAGER + 1
         size, step, pending = 1, 0, []
         while size < large and size > small:
-            work = bench.link.isend(bench.pattern(size, 1))
+            work = here.link.isend(here.pattern(size, 1))
             pending.append(work)
-            eager = bench.completes(work, patience)
-            bench.note(f"step {step}", [size, eager])
-            bench.tell(f"step {step}", size)
-            bench.hear(f"step {step}/received")
+            eager = here.completes(work, patience)
+            here.note(f"step {step}", [size, eager])
+            here.tell(f"step {step}", size)
+            here.hear(f"step {step}/received")
             step += 1
             small, large = (size, large) if eager else (small, size)
             doubling = size * 16 if eager and large > _LARGEST_EAGER else (small + large) // 2
             size = min(doubling, _LARGEST_EAGER)
-        bench.tell(f"step {step}", 0)
-        bench.note("eager", small)
+        here.tell(f"step {step}", 0)
+        here.note("eager", small)
     else:
         step = 0
-        while size := int(bench.hear(f"step {step}")):
-            bench.settle(bench.link.irecv(bench.blank(size)), 10 * bench.patience)
-            bench.tell(f"step {step}/received")
+        while size := int(here.hear(f"step {step}")):
+            here.settle(here.link.irecv(here.blank(size)), 10 * here.patience)
+            here.tell(f"step {step}/received")
             step += 1
 
 
@@ -314,27 +312,27 @@ def _judge_eager(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
     return {"eager_bytes": Measurement(eager, evidence, len(steps))}
 
 
-def _play_completion(bench: Bench, variant: str) -> None:
+def _play_completion(here: ProbeRank, variant: str) -> None:
     """Complete a small send whose receiver has not posted, or has posted and then stopped."""
-    if bench.rank == 1:
+    if here.rank == 1:
         if variant == "posted":
-            work = bench.link.irecv(bench.blank(64))
-            bench.tell("stops", bench.pid)
-            os.kill(bench.pid, signal.SIGSTOP)
+            work = here.link.irecv(here.blank(64))
+            here.tell("stops", here.pid)
+            os.kill(here.pid, signal.SIGSTOP)
         else:
-            bench.hear("waited")
-            work = bench.link.irecv(bench.blank(64))
-        bench.settle(work, 10 * bench.patience)
+            here.hear("waited")
+            work = here.link.irecv(here.blank(64))
+        here.settle(work, 10 * here.patience)
         return
     if variant == "posted":
-        peer = int(bench.hear("stops"))
-        bench.until(lambda: stopped(peer), 10 * bench.patience)
-        bench.note("complete", bench.completes(bench.link.isend(bench.pattern(64, 1))))
+        peer = int(here.hear("stops"))
+        here.until(lambda: stopped(peer), 10 * here.patience)
+        here.note("complete", here.completes(here.link.isend(here.pattern(64, 1))))
         os.kill(peer, signal.SIGCONT)
     else:
-        work = bench.link.isend(bench.pattern(64, 1))
-        bench.note("complete", bench.completes(work))
-        bench.tell("waited")
+        work = here.link.isend(here.pattern(64, 1))
+        here.note("complete", here.completes(work))
+        here.tell("waited")
 
 
 def _judge_completion(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -352,22 +350,22 @@ def _judge_completion(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
 # --- posting, and progress without calls --------------------------------------------------------
 
 
-def _play_post(bench: Bench, variant: str) -> None:
+def _play_post(here: ProbeRank, variant: str) -> None:
     """Post sends that nobody has asked for, on a pair used for the first time and after that."""
     for when, size in _POSTS:
         name = f"{when} {size}"
-        if bench.rank == 0:
-            attempt = bench.attempt(bench.link.isend, bench.pattern(size, 1))
+        if here.rank == 0:
+            attempt = here.attempt(here.link.isend, here.pattern(size, 1))
             note = {"ended": attempt.ended, "error": attempt.error, "seconds": attempt.seconds}
-            bench.note(name, note)
-            bench.meet(name)
-            bench.until(partial(getattr, attempt, "ended"), 10 * bench.patience)
+            here.note(name, note)
+            here.meet(name)
+            here.until(partial(getattr, attempt, "ended"), 10 * here.patience)
             if attempt.ok:
-                bench.settle(attempt.value, 10 * bench.patience)
+                here.settle(attempt.value, 10 * here.patience)
         else:
-            bench.meet(name)
-            bench.settle(bench.link.irecv(bench.blank(size)), 10 * bench.patience)
-        bench.meet(f"{name} done")
+            here.meet(name)
+            here.settle(here.link.irecv(here.blank(size)), 10 * here.patience)
+        here.meet(f"{name} done")
 
 
 def _judge_post(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -387,29 +385,29 @@ def _judge_post(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
     return {"post_may_block": Measurement(value, (evidence,), len(posts))}
 
 
-def _play_progress(bench: Bench, variant: str) -> None:
+def _play_progress(here: ProbeRank, variant: str) -> None:
     """Post on both sides, then call nothing: do the bytes arrive?"""
     size = 4 << 20
     receiver_first = variant == "receiver first"
-    if bench.rank == 0:
+    if here.rank == 0:
         if receiver_first:
-            bench.hear("receiving")
-        work = bench.link.isend(bench.pattern(size, 1))
-        bench.tell("sending")
-        bench.hear("looked")
-        bench.settle(work)
+            here.hear("receiving")
+        work = here.link.isend(here.pattern(size, 1))
+        here.tell("sending")
+        here.hear("looked")
+        here.settle(work)
     else:
         if not receiver_first:
-            bench.hear("sending")
-        into = bench.blank(size)
-        work = bench.link.irecv(into)
-        bench.tell("receiving")
-        bench.hear("sending")
+            here.hear("sending")
+        into = here.blank(size)
+        work = here.link.irecv(into)
+        here.tell("receiving")
+        here.hear("sending")
         started = time.monotonic()
-        arrived = bench.until(lambda: bench.holds(into, 1))
-        bench.note("arrived", {"yes": arrived, "seconds": time.monotonic() - started})
-        bench.tell("looked")
-        bench.settle(work)
+        arrived = here.until(lambda: here.holds(into, 1))
+        here.note("arrived", {"yes": arrived, "seconds": time.monotonic() - started})
+        here.tell("looked")
+        here.settle(work)
 
 
 def _judge_progress(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-from commlayer_testkit.conformance.probes.bench import Bench
 from commlayer_testkit.conformance.probes.experiment import (
     Experiment,
     Measurement,
@@ -14,22 +13,23 @@ from commlayer_testkit.conformance.probes.experiment import (
     unmeasured,
 )
 from commlayer_testkit.conformance.probes.link import P2P
+from commlayer_testkit.conformance.probes.rank import ProbeRank
 
 
-def _play(bench: Bench, variant: str) -> None:
+def _play(here: ProbeRank, variant: str) -> None:
     device = variant
     if variant == "accelerator":
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None or not torch.accelerator.is_available():
             return
         device = accelerator.type
-    content = bench.pattern(64, 1).to(device)
-    buffer = content if bench.rank == 0 else torch.zeros_like(content)
-    post = bench.link.isend if bench.rank == 0 else bench.link.irecv
-    bench.note("device", device)
-    attempt = bench.attempt(lambda: bench.link.wait(post(buffer)), seconds=5 * bench.patience)
-    bench.note("said", str(attempt))
-    bench.note("intact", attempt.ok and torch.equal(buffer, content))
+    content = here.pattern(64, 1).to(device)
+    buffer = content if here.rank == 0 else torch.zeros_like(content)
+    post = here.link.isend if here.rank == 0 else here.link.irecv
+    here.note("device", device)
+    attempt = here.attempt(lambda: here.link.wait(post(buffer)), seconds=5 * here.patience)
+    here.note("said", str(attempt))
+    here.note("intact", attempt.ok and torch.equal(buffer, content))
 
 
 def _judge(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from commlayer_testkit.conformance.probes.bench import Bench
 from commlayer_testkit.conformance.probes.link import COLLECTIVE, P2P
+from commlayer_testkit.conformance.probes.rank import ProbeRank
 
 
 class Missing(Exception):
@@ -73,7 +73,7 @@ class Experiment:
     """
 
     facts: tuple[str, ...]
-    play: Callable[[Bench, str], None]
+    play: Callable[[ProbeRank, str], None]
     judge: Callable[[Mapping[str, Pair]], Mapping[str, Measurement]]
     variants: tuple[str, ...] = ("",)
     kinds: tuple[str, ...] = (P2P, COLLECTIVE)

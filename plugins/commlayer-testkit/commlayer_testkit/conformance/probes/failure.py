@@ -8,50 +8,50 @@ from collections.abc import Mapping
 from typing import Any
 
 from commlayer.semantics import PeerLoss
-from commlayer_testkit.conformance.probes.bench import Bench, Concluded
 from commlayer_testkit.conformance.probes.experiment import Experiment, Measurement, Pair
+from commlayer_testkit.conformance.probes.rank import Concluded, ProbeRank
 from commlayer_testkit.conformance.ranks.stopping import stopped
 
 _LARGE = 64 << 20
 _SOON = 3.0  # seconds; a loss that is told at all was told within one
 
 
-def _lose_peer(bench: Bench, variant: str) -> tuple[int, Any]:
+def _lose_peer(here: ProbeRank, variant: str) -> tuple[int, Any]:
     """Stop rank 1 for good and post an operation with it; its process and the work, for rank 0.
 
     `variant`: a receive that nobody serves, a send that nobody receives, or a
     transfer under way, which cannot end because the peer is stopped in it.
     """
-    if bench.rank == 1:
+    if here.rank == 1:
         if variant == "mid-transfer":
-            bench.keep(bench.link.irecv(bench.blank(_LARGE)))
-        bench.tell("peer", bench.pid)
-        os.kill(bench.pid, signal.SIGSTOP)
+            here.keep(here.link.irecv(here.blank(_LARGE)))
+        here.tell("peer", here.pid)
+        os.kill(here.pid, signal.SIGSTOP)
         raise Concluded
-    peer = int(bench.hear("peer"))
-    bench.until(lambda: stopped(peer), 10 * bench.patience)
+    peer = int(here.hear("peer"))
+    here.until(lambda: stopped(peer), 10 * here.patience)
     if variant == "receive":
-        work = bench.link.irecv(bench.blank(64))
+        work = here.link.irecv(here.blank(64))
     else:
-        work = bench.link.isend(bench.pattern(64 if variant == "send" else _LARGE, 1))
+        work = here.link.isend(here.pattern(64 if variant == "send" else _LARGE, 1))
     return peer, work
 
 
-def _play_peer_loss(bench: Bench, variant: str) -> None:
-    peer, work = _lose_peer(bench, variant)
-    attempt = bench.begin_wait(work)
+def _play_peer_loss(here: ProbeRank, variant: str) -> None:
+    peer, work = _lose_peer(here, variant)
+    attempt = here.begin_wait(work)
     attempt.join(0.3)
-    bench.note("before", str(attempt) if attempt.ended else "pending")
+    here.note("before", str(attempt) if attempt.ended else "pending")
     os.kill(peer, signal.SIGKILL)
-    limit = max(_SOON, 3 * bench.patience)
+    limit = max(_SOON, 3 * here.patience)
     attempt.join(limit)
     if not attempt.ended:
         attempt.seconds = limit
-    bench.note("wait", {"raised": bool(attempt.error), "said": str(attempt)})
-    after = bench.attempt(lambda: bench.link.isend(bench.pattern(8, 2)))
+    here.note("wait", {"raised": bool(attempt.error), "said": str(attempt)})
+    after = here.attempt(lambda: here.link.isend(here.pattern(8, 2)))
     if after.ok:
-        after = bench.settle(after.value, limit)
-    bench.note("next", {"raised": bool(after.error), "said": str(after)})
+        after = here.settle(after.value, limit)
+    here.note("next", {"raised": bool(after.error), "said": str(after)})
 
 
 def _judge_peer_loss(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -72,13 +72,13 @@ def _judge_peer_loss(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
     return {"peer_loss": Measurement(value, tuple(evidence), len(values))}
 
 
-def _play_errors_polled(bench: Bench, variant: str) -> None:
-    peer, work = _lose_peer(bench, variant)
+def _play_errors_polled(here: ProbeRank, variant: str) -> None:
+    peer, work = _lose_peer(here, variant)
     os.kill(peer, signal.SIGKILL)
-    polled = bench.attempt(
-        bench.until, lambda: bench.link.poll(work), _SOON, seconds=_SOON + bench.patience
+    polled = here.attempt(
+        here.until, lambda: here.link.poll(work), _SOON, seconds=_SOON + here.patience
     )
-    bench.note("poll", {"raised": bool(polled.error), "said": str(polled), "yes": polled.value})
+    here.note("poll", {"raised": bool(polled.error), "said": str(polled), "yes": polled.value})
 
 
 def _judge_errors_polled(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -92,27 +92,27 @@ def _judge_errors_polled(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]
     return {"errors_polled": Measurement(value, evidence, len(polls))}
 
 
-def _play_release(bench: Bench, variant: str) -> None:
+def _play_release(here: ProbeRank, variant: str) -> None:
     """Try everything that might end a wait from outside, on a wait that blocks for good."""
-    peer, work = _lose_peer(bench, variant)
-    attempt = bench.begin_wait(work)
+    peer, work = _lose_peer(here, variant)
+    attempt = here.begin_wait(work)
     attempt.join(0.3)
     if variant == "mid-transfer":
         os.kill(peer, signal.SIGKILL)
-        attempt.join(bench.patience)
-    bench.note("before", str(attempt) if attempt.ended else "pending")
+        attempt.join(here.patience)
+    here.note("before", str(attempt) if attempt.ended else "pending")
     tried = []
-    calls = bench.link.releases(work)
-    bench.keep(work, calls)
+    calls = here.link.releases(work)
+    here.keep(work, calls)
     for name, call in calls:
         if attempt.ended:
             break
-        called = bench.attempt(call)
-        attempt.join(bench.patience)
+        called = here.attempt(call)
+        attempt.join(here.patience)
         tried.append(name if called.ok else f"{name} ({called})")
-        bench.note("released", attempt.ended)
-        bench.note("tried", list(tried))
-        bench.note("by", name)
+        here.note("released", attempt.ended)
+        here.note("tried", list(tried))
+        here.note("by", name)
     if variant != "mid-transfer":
         os.kill(peer, signal.SIGKILL)
 
@@ -132,26 +132,26 @@ def _judge_release(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
     return {"wait_releasable": Measurement(value, tuple(evidence), len(outcomes))}
 
 
-def _play_cancel(bench: Bench, variant: str) -> None:
+def _play_cancel(here: ProbeRank, variant: str) -> None:
     """Take a pending send back and post another: which one does the peer get?"""
-    if bench.rank == 0:
-        work = bench.link.isend(bench.pattern(64, 1))
+    if here.rank == 0:
+        work = here.link.isend(here.pattern(64, 1))
         calls = {name: getattr(work, name, None) for name in ("cancel", "Cancel", "abort")}
         found = {name: call for name, call in calls.items() if callable(call)}
-        bench.note("work", type(work).__name__)
-        bench.note("calls", list(found))
+        here.note("work", type(work).__name__)
+        here.note("calls", list(found))
         for call in found.values():
-            bench.note("cancelled", str(bench.attempt(call)))
-            bench.attempt(lambda: bench.link.isend(bench.pattern(64, 2)))
+            here.note("cancelled", str(here.attempt(call)))
+            here.attempt(lambda: here.link.isend(here.pattern(64, 2)))
             break
-        bench.tell("cancelled", bool(found))
-        bench.hear("received")
+        here.tell("cancelled", bool(found))
+        here.hear("received")
     else:
-        if bench.hear("cancelled") == "True":
-            into = bench.blank(64)
-            attempt = bench.settle(bench.link.irecv(into))
-            bench.note("got second", attempt.ok and bench.holds(into, 2))
-        bench.tell("received")
+        if here.hear("cancelled") == "True":
+            into = here.blank(64)
+            attempt = here.settle(here.link.irecv(into))
+            here.note("got second", attempt.ok and here.holds(into, 2))
+        here.tell("received")
 
 
 def _judge_cancel(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from commlayer.semantics import DroppedWork, SizeMismatch, SourceLifetime
-from commlayer_testkit.conformance.probes.bench import Bench, in_words
 from commlayer_testkit.conformance.probes.experiment import (
     Experiment,
     Measurement,
@@ -18,6 +17,7 @@ from commlayer_testkit.conformance.probes.experiment import (
     Pair,
     unmeasured,
 )
+from commlayer_testkit.conformance.probes.rank import ProbeRank, in_words
 
 _SMALL, _LARGE = 64, 1 << 20
 
@@ -32,8 +32,8 @@ class _Watched:
     harmlessly.  Device memory cannot be lent like that and is not watched.
     """
 
-    def __init__(self, bench: Bench, content: torch.Tensor) -> None:
-        self._device = bench.link.device
+    def __init__(self, here: ProbeRank, content: torch.Tensor) -> None:
+        self._device = here.link.device
         self.freed = False
         self.memory = bytearray(content.cpu().numpy().tobytes()) if self._device == "cpu" else None
         if self.memory is not None:
@@ -57,54 +57,54 @@ class _Watched:
         self.memory[:] = b"\xff" * len(self.memory)
 
 
-def _play_dropped(bench: Bench, variant: str) -> None:
+def _play_dropped(here: ProbeRank, variant: str) -> None:
     """Drop work and tensor of a pending operation, then complete it from the other side."""
     what, _, size = variant.partition(" ")
-    drops = bench.rank == (0 if what == "send" else 1)
-    (_drop if drops else _complete_dropped)(bench, what, int(size))
+    drops = here.rank == (0 if what == "send" else 1)
+    (_drop if drops else _complete_dropped)(here, what, int(size))
 
 
-def _drop(bench: Bench, what: str, size: int) -> None:
-    content = bench.pattern(size, 1)
-    watched = _Watched(bench, content if what == "send" else bench.blank(size))
-    post = bench.link.isend if what == "send" else bench.link.irecv
+def _drop(here: ProbeRank, what: str, size: int) -> None:
+    content = here.pattern(size, 1)
+    watched = _Watched(here, content if what == "send" else here.blank(size))
+    post = here.link.isend if what == "send" else here.link.irecv
     assert watched.tensor is not None
     work = post(watched.tensor)
     del work
     watched.drop()
-    churn = [bench.blank(size) for _ in range(16)]
-    bench.note("freed", watched.freed)
+    churn = [here.blank(size) for _ in range(16)]
+    here.note("freed", watched.freed)
     if watched.freed and what == "send":
         watched.scribble()
-    bench.tell("dropped")
+    here.tell("dropped")
     if what == "receive":
-        _await_dropped_receive(bench, watched, content)
-    second = bench.pattern(size, 2) if what == "send" else bench.blank(size)
-    attempt = bench.attempt(lambda: bench.link.wait(post(second)), seconds=3 * bench.patience)
-    bench.note("next", str(attempt))
+        _await_dropped_receive(here, watched, content)
+    second = here.pattern(size, 2) if what == "send" else here.blank(size)
+    attempt = here.attempt(lambda: here.link.wait(post(second)), seconds=3 * here.patience)
+    here.note("next", str(attempt))
     if what == "receive":
-        bench.note("next intact", attempt.ok and bench.holds(second, 2))
+        here.note("next intact", attempt.ok and here.holds(second, 2))
     del churn
 
 
-def _complete_dropped(bench: Bench, what: str, size: int) -> None:
+def _complete_dropped(here: ProbeRank, what: str, size: int) -> None:
     """Serve the operation that the other rank has dropped, and the one behind it."""
-    bench.hear("dropped")
-    post = bench.link.irecv if what == "send" else bench.link.isend
+    here.hear("dropped")
+    post = here.link.irecv if what == "send" else here.link.isend
     for name, seed in (("message", 1), ("next", 2)):
-        buffer = bench.blank(size) if what == "send" else bench.pattern(size, seed)
-        attempt = bench.attempt(lambda b=buffer: bench.link.wait(post(b)))
+        buffer = here.blank(size) if what == "send" else here.pattern(size, seed)
+        attempt = here.attempt(lambda b=buffer: here.link.wait(post(b)))
         if what == "send":
-            intact = "ok" if bench.holds(buffer, seed) else f"wrong, {attempt}"
-            bench.note(name, intact if attempt.ok else f"lost, {attempt}")
+            intact = "ok" if here.holds(buffer, seed) else f"wrong, {attempt}"
+            here.note(name, intact if attempt.ok else f"lost, {attempt}")
 
 
-def _await_dropped_receive(bench: Bench, watched: _Watched, content: torch.Tensor) -> None:
+def _await_dropped_receive(here: ProbeRank, watched: _Watched, content: torch.Tensor) -> None:
     if watched.memory is None:
-        bench.note("message", "unknown")
+        here.note("message", "unknown")
         return
-    arrived = bench.until(lambda: watched.equals(content))
-    bench.note("message", "ok" if arrived else "lost, nothing arrived")
+    arrived = here.until(lambda: watched.equals(content))
+    here.note("message", "ok" if arrived else "lost, nothing arrived")
 
 
 def _judge_dropped(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -139,27 +139,27 @@ def _next_intact(variant: str, ranks: Pair) -> bool:
 # --- source -------------------------------------------------------------------------------------
 
 
-def _play_source(bench: Bench, variant: str) -> None:
+def _play_source(here: ProbeRank, variant: str) -> None:
     """Overwrite a source right after posting it; see which bytes travel, and who keeps it."""
     for size in (16, _LARGE):
-        if bench.rank == 0:
-            source = bench.pattern(size, 1)
-            work = bench.link.isend(source)
-            source.copy_(bench.pattern(size, 2))
+        if here.rank == 0:
+            source = here.pattern(size, 1)
+            work = here.link.isend(source)
+            source.copy_(here.pattern(size, 2))
             freed: list[bool] = []
             weakref.finalize(source.untyped_storage(), freed.append, True)
             del source
             gc.collect()
-            bench.note(f"freed {size}", bool(freed))
-            bench.meet(f"overwritten {size}")
-            bench.settle(work, 10 * bench.patience)
+            here.note(f"freed {size}", bool(freed))
+            here.meet(f"overwritten {size}")
+            here.settle(work, 10 * here.patience)
         else:
-            bench.meet(f"overwritten {size}")
-            into = bench.blank(size)
-            bench.settle(bench.link.irecv(into), 10 * bench.patience)
-            got = "old" if bench.holds(into, 1) else "new" if bench.holds(into, 2) else "mixed"
-            bench.note(f"got {size}", got)
-    bench.note("device", bench.link.device)
+            here.meet(f"overwritten {size}")
+            into = here.blank(size)
+            here.settle(here.link.irecv(into), 10 * here.patience)
+            got = "old" if here.holds(into, 1) else "new" if here.holds(into, 2) else "mixed"
+            here.note(f"got {size}", got)
+    here.note("device", here.link.device)
 
 
 def _judge_source(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -177,26 +177,26 @@ def _judge_source(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
 # --- sizes, layouts, dtypes ---------------------------------------------------------------------
 
 
-def _play_mismatch(bench: Bench, variant: str) -> None:
+def _play_mismatch(here: ProbeRank, variant: str) -> None:
     size = 8 if variant.startswith("too small") else 32
     sender_first = variant.endswith("sender first")
-    if bench.rank == 0:
+    if here.rank == 0:
         if not sender_first:
-            bench.hear("posted")
-        work = bench.link.isend(bench.pattern(16, 1))
-        bench.tell("posted")
-        bench.note("send", str(bench.settle(work)))
+            here.hear("posted")
+        work = here.link.isend(here.pattern(16, 1))
+        here.tell("posted")
+        here.note("send", str(here.settle(work)))
     else:
         if sender_first:
-            bench.hear("posted")
-        attempt = bench.attempt(_receive, bench, size)
-        bench.note("receive", {"error": attempt.error, "said": str(attempt)})
+            here.hear("posted")
+        attempt = here.attempt(_receive, here, size)
+        here.note("receive", {"error": attempt.error, "said": str(attempt)})
 
 
-def _receive(bench: Bench, size: int) -> None:
-    work = bench.link.irecv(bench.blank(size))
-    bench.tell("posted")
-    bench.link.wait(work)
+def _receive(here: ProbeRank, size: int) -> None:
+    work = here.link.irecv(here.blank(size))
+    here.tell("posted")
+    here.link.wait(work)
 
 
 def _judge_mismatch(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -214,23 +214,23 @@ def _judge_mismatch(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
     return {"size_mismatch": Measurement(value, tuple(evidence), len(values))}
 
 
-def _play_contiguous(bench: Bench, variant: str) -> None:
+def _play_contiguous(here: ProbeRank, variant: str) -> None:
     """Move every second byte of a buffer, without packing it first."""
-    strided = bench.rank == (0 if variant == "send" else 1)
-    if bench.rank == 0:
-        source = bench.pattern(64, 1)
+    strided = here.rank == (0 if variant == "send" else 1)
+    if here.rank == 0:
+        source = here.pattern(64, 1)
         if strided:
-            wide = bench.blank(128)
+            wide = here.blank(128)
             wide[::2] = source
             source = wide[::2]
-        attempt = bench.attempt(lambda: bench.link.wait(bench.link.isend(source)))
+        attempt = here.attempt(lambda: here.link.wait(here.link.isend(source)))
     else:
-        into = bench.blank(128)[::2] if strided else bench.blank(64)
-        attempt = bench.attempt(lambda: bench.link.wait(bench.link.irecv(into)))
-        bench.note("arrived", attempt.ok)
-        bench.note("intact", attempt.ok and bench.holds(into, 1))
-    bench.note("said", str(attempt))
-    bench.meet("done")
+        into = here.blank(128)[::2] if strided else here.blank(64)
+        attempt = here.attempt(lambda: here.link.wait(here.link.irecv(into)))
+        here.note("arrived", attempt.ok)
+        here.note("intact", attempt.ok and here.holds(into, 1))
+    here.note("said", str(attempt))
+    here.meet("done")
 
 
 def _judge_contiguous(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -257,15 +257,15 @@ def _is_plain(value: object) -> bool:
     return whole and not name.startswith(("q", "bits", "float4"))
 
 
-def _play_dtypes(bench: Bench, variant: str) -> None:
+def _play_dtypes(here: ProbeRank, variant: str) -> None:
     for tag, (name, dtype) in enumerate(dtypes_that_can_travel().items()):
-        buffer = bench.pattern(64, tag) if bench.rank == 0 else bench.blank(64)
-        post = bench.link.isend if bench.rank == 0 else bench.link.irecv
-        attempt = bench.attempt(lambda p=post, b=buffer, d=dtype: bench.link.wait(p(b.view(d))))
-        intact = attempt.ok and bench.holds(buffer, tag)
-        bench.note(name, {"intact": intact, "said": str(attempt)})
-        bench.tell(f"{name}/{bench.rank}", attempt.ended)
-        if not attempt.ended or bench.hear(f"{name}/{1 - bench.rank}") != "True":
+        buffer = here.pattern(64, tag) if here.rank == 0 else here.blank(64)
+        post = here.link.isend if here.rank == 0 else here.link.irecv
+        attempt = here.attempt(lambda p=post, b=buffer, d=dtype: here.link.wait(p(b.view(d))))
+        intact = attempt.ok and here.holds(buffer, tag)
+        here.note(name, {"intact": intact, "said": str(attempt)})
+        here.tell(f"{name}/{here.rank}", attempt.ended)
+        if not attempt.ended or here.hear(f"{name}/{1 - here.rank}") != "True":
             return
 
 

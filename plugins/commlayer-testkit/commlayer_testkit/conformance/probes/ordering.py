@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from commlayer.semantics import Order, Threads
-from commlayer_testkit.conformance.probes.bench import Bench
 from commlayer_testkit.conformance.probes.experiment import Experiment, Measurement, Missing, Pair
 from commlayer_testkit.conformance.probes.link import COLLECTIVE, P2P
+from commlayer_testkit.conformance.probes.rank import ProbeRank
 
 _FLOOD = 1000
 _ROUNDS, _PER_ROUND, _ROUND_BYTES = 20, 50, 4096
@@ -25,99 +25,99 @@ def _number(tensor: torch.Tensor) -> int:
     return int(values[0]) if bool((values == values[0]).all()) else -1
 
 
-def _play_order(bench: Bench, variant: str) -> None:
-    {"flood": _flood, "tags": _tags, "streams": _streams}[variant](bench)
+def _play_order(here: ProbeRank, variant: str) -> None:
+    {"flood": _flood, "tags": _tags, "streams": _streams}[variant](here)
 
 
-def _flood(bench: Bench) -> None:
+def _flood(here: ProbeRank) -> None:
     """Many sends at once, to receives posted later and to receives posted before."""
-    link, device = bench.link, bench.link.device
-    long = 10 * bench.patience
+    link, device = here.link, here.link.device
+    long = 10 * here.patience
     works = []
-    if bench.rank == 0:
+    if here.rank == 0:
         for number in range(_FLOOD):
-            attempt = bench.attempt(link.isend, _numbered(number).to(device))
+            attempt = here.attempt(link.isend, _numbered(number).to(device))
             if not attempt.ok:
-                bench.note("refused", f"post {number + 1} {attempt}")
+                here.note("refused", f"post {number + 1} {attempt}")
                 break
             works.append(attempt.value)
-        bench.note("posted", len(works))
-        bench.tell("posted", len(works))
+        here.note("posted", len(works))
+        here.tell("posted", len(works))
         for work in works:
-            bench.settle(work, long)
+            here.settle(work, long)
     else:
         got = []
-        for _ in range(int(bench.hear("posted"))):
-            into = bench.blank(8)
-            if not bench.settle(link.irecv(into), long).ok:
+        for _ in range(int(here.hear("posted"))):
+            into = here.blank(8)
+            if not here.settle(link.irecv(into), long).ok:
                 break
             got.append(_number(into))
-        bench.note("got", len(got))
-        bench.note("overtaken", sum(number != place for place, number in enumerate(got)))
-    bench.meet("flooded")
+        here.note("got", len(got))
+        here.note("overtaken", sum(number != place for place, number in enumerate(got)))
+    here.meet("flooded")
     overtaken = 0
     for turn in range(_ROUNDS):
         buffers = [
             _numbered(turn * _PER_ROUND + place, _ROUND_BYTES).to(device)
-            if bench.rank == 0
-            else bench.blank(_ROUND_BYTES)
+            if here.rank == 0
+            else here.blank(_ROUND_BYTES)
             for place in range(_PER_ROUND)
         ]
-        if bench.rank == 0:
-            bench.hear(f"receiving {turn}")
+        if here.rank == 0:
+            here.hear(f"receiving {turn}")
             works = [link.isend(buffer) for buffer in buffers]
         else:
             works = [link.irecv(buffer) for buffer in buffers]
-            bench.tell(f"receiving {turn}")
+            here.tell(f"receiving {turn}")
         for work in works:
-            bench.settle(work, long)
-        if bench.rank == 1:
+            here.settle(work, long)
+        if here.rank == 1:
             first = turn * _PER_ROUND
             overtaken += sum(_number(b) != first + place for place, b in enumerate(buffers))
-    bench.note("overtaken in rounds", overtaken)
+    here.note("overtaken in rounds", overtaken)
 
 
-def _tags(bench: Bench) -> None:
+def _tags(here: ProbeRank) -> None:
     """Receive the second of two tags while the first is not asked for, and the other way round."""
-    link = bench.link
-    if bench.rank == 0:
-        works = [link.isend(bench.pattern(64, tag), tag) for tag in (1, 2)]
-        bench.meet("tags")
+    link = here.link
+    if here.rank == 0:
+        works = [link.isend(here.pattern(64, tag), tag) for tag in (1, 2)]
+        here.meet("tags")
         for work in works:
-            bench.settle(work, 3 * bench.patience)
-        bench.meet("unused")
-        bench.settle(link.isend(bench.pattern(64, 3), 3))
+            here.settle(work, 3 * here.patience)
+        here.meet("unused")
+        here.settle(link.isend(here.pattern(64, 3), 3))
     else:
-        bench.meet("tags")
-        second, first = bench.blank(64), bench.blank(64)
-        attempt = bench.settle(link.irecv(second, 2))
-        bench.note("second", str(attempt))
-        bench.note("second intact", attempt.ok and bench.holds(second, 2))
-        attempt = bench.settle(link.irecv(first, 1))
-        bench.note("first intact", attempt.ok and bench.holds(first, 1))
-        bench.meet("unused")
-        never, third = bench.blank(64), bench.blank(64)
+        here.meet("tags")
+        second, first = here.blank(64), here.blank(64)
+        attempt = here.settle(link.irecv(second, 2))
+        here.note("second", str(attempt))
+        here.note("second intact", attempt.ok and here.holds(second, 2))
+        attempt = here.settle(link.irecv(first, 1))
+        here.note("first intact", attempt.ok and here.holds(first, 1))
+        here.meet("unused")
+        never, third = here.blank(64), here.blank(64)
         idle = link.irecv(never, 9)
-        attempt = bench.settle(link.irecv(third, 3))
-        bench.note("third intact", attempt.ok and bench.holds(third, 3))
+        attempt = here.settle(link.irecv(third, 3))
+        here.note("third intact", attempt.ok and here.holds(third, 3))
         del idle
 
 
-def _streams(bench: Bench) -> None:
+def _streams(here: ProbeRank) -> None:
     """A send behind a receive that is not served: does it get through?"""
-    link = bench.link
-    if bench.rank == 0:
-        late = link.irecv(bench.blank(64))
-        sent = link.isend(bench.pattern(64, 1))
-        bench.hear("looked")
-        bench.settle(sent)
-        bench.settle(late)
+    link = here.link
+    if here.rank == 0:
+        late = link.irecv(here.blank(64))
+        sent = link.isend(here.pattern(64, 1))
+        here.hear("looked")
+        here.settle(sent)
+        here.settle(late)
     else:
-        attempt = bench.settle(link.irecv(bench.blank(64)))
-        bench.note("overtook", attempt.ok)
-        bench.note("said", str(attempt))
-        bench.tell("looked")
-        bench.settle(link.isend(bench.pattern(64, 2)))
+        attempt = here.settle(link.irecv(here.blank(64)))
+        here.note("overtook", attempt.ok)
+        here.note("said", str(attempt))
+        here.tell("looked")
+        here.settle(link.isend(here.pattern(64, 2)))
 
 
 def _judge_flood(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
@@ -172,26 +172,26 @@ def _judge_order(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
 # --- threads ------------------------------------------------------------------------------------
 
 
-def _play_threads(bench: Bench, variant: str) -> None:
+def _play_threads(here: ProbeRank, variant: str) -> None:
     """One thread sends and one receives, on both ranks at once."""
-    tasks = [bench.begin(_send_many, bench), bench.begin(_receive_many, bench)]
+    tasks = [here.begin(_send_many, here), here.begin(_receive_many, here)]
     for task in tasks:
-        task.join(10 * bench.patience)
+        task.join(10 * here.patience)
     for name, task in zip(("send", "receive"), tasks, strict=True):
-        bench.note(name, [task.ended, task.error])
-    bench.note("wrong", tasks[1].value)
+        here.note(name, [task.ended, task.error])
+    here.note("wrong", tasks[1].value)
 
 
-def _send_many(bench: Bench) -> None:
+def _send_many(here: ProbeRank) -> None:
     for number in range(_THREAD_MESSAGES):
-        bench.link.wait(bench.link.isend(_numbered(number).to(bench.link.device)))
+        here.link.wait(here.link.isend(_numbered(number).to(here.link.device)))
 
 
-def _receive_many(bench: Bench) -> int:
+def _receive_many(here: ProbeRank) -> int:
     wrong = 0
     for number in range(_THREAD_MESSAGES):
-        into = bench.blank(8)
-        bench.link.wait(bench.link.irecv(into))
+        into = here.blank(8)
+        here.link.wait(here.link.irecv(into))
         wrong += _number(into) != number
     return wrong
 

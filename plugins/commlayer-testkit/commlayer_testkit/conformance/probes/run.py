@@ -20,7 +20,6 @@ from commlayer.errors import CommError, ErrorKind
 from commlayer.registry import default_registry
 from commlayer.semantics import OperationSemantics, Semantics
 from commlayer_testkit.conformance.probes import completion, devices, failure, memory, ordering
-from commlayer_testkit.conformance.probes.bench import Bench, Concluded, first_line
 from commlayer_testkit.conformance.probes.experiment import (
     Experiment,
     Measurement,
@@ -35,6 +34,7 @@ from commlayer_testkit.conformance.probes.link import (
     subject_of,
     subject_of_c10d,
 )
+from commlayer_testkit.conformance.probes.rank import Concluded, ProbeRank, first_line
 from commlayer_testkit.conformance.probes.report import (
     FactReport,
     ProbeReport,
@@ -368,7 +368,7 @@ def _cause_of_death(process: Process) -> str:
 
 def _rank(
     subject: Subject,
-    play: Callable[[Bench, str], None],
+    play: Callable[[ProbeRank, str], None],
     variant: str,
     kind: str,
     device: str,
@@ -379,15 +379,15 @@ def _rank(
     rank, store = here.rank(), here.store()
     try:
         link = subject.open(kind, rank, PrefixStore("link", store), device)
-        bench = Bench(
+        me = ProbeRank(
             rank,
             link,
-            PrefixStore("bench", store),
+            PrefixStore("words", store),
             here.say,
             patience,
             one_thread_only=subject.one_thread_only,
         )
-        play(bench, variant)
+        play(me, variant)
         here.say(("", ("returned", "")))
     except Concluded:
         here.say(("", ("concluded", "")))

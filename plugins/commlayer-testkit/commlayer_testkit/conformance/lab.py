@@ -20,7 +20,7 @@ RANK_LIMIT = 40.0
 """Seconds that ranks of one check may take."""
 
 
-class Bench:
+class Lab:
     """Worlds for one subject.  A context manager; leaving it ends all processes.
 
     `seed` is where random searches start; `schedules` bounds each search.
@@ -107,7 +107,7 @@ class Bench:
             pool.close()
         self._pools.clear()
 
-    def __enter__(self) -> Bench:
+    def __enter__(self) -> Lab:
         return self
 
     def __exit__(

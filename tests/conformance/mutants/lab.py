@@ -1,4 +1,4 @@
-"""A bench for many subjects in turn."""
+"""A lab for many subjects in turn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from commlayer_testkit.conformance import Outcome, Subject, Verdict, judge
-from commlayer_testkit.conformance.bench import RANK_LIMIT, Bench
+from commlayer_testkit.conformance.lab import RANK_LIMIT, Lab
 from commlayer_testkit.conformance.ranks.pool import Process, Ranks
 from commlayer_testkit.conformance.rules import find_rule
 
@@ -17,7 +17,7 @@ HANGING = 3.0
 """Seconds that the ranks of a check get where they are known to hang."""
 
 
-class MutantBench(Bench):
+class MutantLab(Lab):
     """Ranks of every subject are forked from one server; it is closed with `close_ranks`.
 
     A check gets `patience` seconds instead of those it asks for, if that is given.
@@ -47,14 +47,14 @@ class MutantBench(Bench):
 def judged(mutant: Mutant, rule: str) -> Verdict:
     """The verdict of one rule on a mutant; it fails where the backend does not even load."""
     try:
-        bench = MutantBench(mutant.subject(), mutant.schedules, HANGING if mutant.hangs else None)
-        return judge(find_rule(rule), bench)
+        lab = MutantLab(mutant.subject(), mutant.schedules, HANGING if mutant.hangs else None)
+        return judge(find_rule(rule), lab)
     except CommError as error:
         return Verdict(rule=rule, outcome=Outcome.FAILED, message=str(error))
 
 
 def close_ranks() -> None:
     """End the servers that ranks are forked from."""
-    for pool in MutantBench.shared.values():
+    for pool in MutantLab.shared.values():
         pool.close()
-    MutantBench.shared.clear()
+    MutantLab.shared.clear()

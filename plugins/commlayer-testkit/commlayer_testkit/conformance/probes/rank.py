@@ -45,7 +45,7 @@ class Concluded(Exception):
     """The experiment is over on both ranks, wherever the other one is."""
 
 
-class Bench:
+class ProbeRank:
     """Rank 0 or 1 of an experiment.
 
     `patience` is how many seconds nothing must happen before an experiment says
