@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,26 +12,20 @@ from torch import Tensor
 
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.handle import (
-    CompositeHandle,
-    Handle,
-    OperationHandle,
-    StreamHandle,
-)
+from commlayer.handle import Handle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.encode import as_dict
+from commlayer.lanes.posting import checked_tag
 from commlayer.observe.report import Report
 from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.ledger import Ledger
-from commlayer.progress.lifetime import Fingerprint
-from commlayer.progress.operation import DevicePart, LaneKey, Operation, calling_site
+from commlayer.progress.operation import calling_site
 from commlayer.semantics import Semantics
 from commlayer.session import Session
 from commlayer.slices import Exchange, GatherHandle, WholeDictClaim, check_replicated, sliced
 from commlayer.wire.frame import Kind
-from commlayer.wire.message import Outgoing
-from commlayer.wire.modes import outside_modes, refuse_modes, uncompiled
-from commlayer.wire.tags import BROADCAST, MAX_TAG, OBJECTS, SLICES
+from commlayer.wire.modes import outside_modes, uncompiled
+from commlayer.wire.tags import OBJECTS, SLICES
 
 
 @uncompiled
@@ -63,18 +57,12 @@ class Communicator:
         self._connection = session.connection
         self._channel = channel
         self._channels = channels
-        # The default channel leaves its own lanes to sends: a broadcast never waits behind one.
-        self._broadcast_channel = "broadcast" if channel == "data" else channel
-        self._broadcasts = session.broadcasts[self._broadcast_channel]
-        self._keys: dict[tuple[int, str, str], LaneKey] = {}
-        config = session.config
-        self._sites = config.record_sites or config.check_lifetime
-        self._exempt = channel in config.unbounded_channels
+        self._posting = session.posting(channel)
         self._exchange = Exchange(
             tuple(self._connection.peers),
             self._connection.runtime,
-            lambda value, peer: self._send_object("send slices", value, peer, SLICES),
-            lambda peer: self._receive_object("receive slices", peer, SLICES),
+            lambda value, peer: self._posting.send("send slices", Kind.OBJECT, value, peer, SLICES),
+            lambda peer: self._posting.receive("receive slices", Kind.OBJECT, peer, SLICES),
         )
 
     @property
@@ -132,8 +120,7 @@ class Communicator:
         `tag` (0 to 65535) selects a lane: messages of one tag arrive in order,
         messages of different tags do not wait for each other.
         """
-        operation = self._operation("isend", dst, "send", self._tag(tag))
-        return self._send(operation, self._session.encoder.tensor(operation, tensor))
+        return self._posting.send("isend", Kind.TENSOR, tensor, dst, checked_tag(tag))
 
     def irecv(self, tensor: Tensor | None, src: int, tag: int = 0) -> Handle:
         """Post a receive from rank `src` into `tensor`; ``result()`` returns it.
@@ -142,10 +129,7 @@ class Communicator:
         that has not fails this receive (PROTOCOL) and no other.  With ``None``
         the tensor is allocated with the dtype and shape that were sent.
         """
-        operation = self._operation("irecv", src, "recv", self._tag(tag))
-        if tensor is not None:
-            self._session.memory.check_target(tensor, operation)
-        return self._receive(operation, self._claim(operation, Kind.TENSOR, target=tensor))
+        return self._posting.receive("irecv", Kind.TENSOR, src, checked_tag(tag), tensor)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send `tensor` and wait until it may be overwritten."""
@@ -166,11 +150,11 @@ class Communicator:
         ``deque``, ``UUID``, ``Decimal``, and instances of classes that were registered
         (`commlayer.register`).  Anything else needs ``allow_pickle``.
         """
-        return self._send_object("isend_object", obj, dst, OBJECTS)
+        return self._posting.send("isend_object", Kind.OBJECT, obj, dst, OBJECTS)
 
     def irecv_object(self, src: int) -> Handle:
         """Post a receive of a value from rank `src`; ``result()`` returns it.  Never blocks."""
-        return self._receive_object("irecv_object", src, OBJECTS)
+        return self._posting.receive("irecv_object", Kind.OBJECT, src, OBJECTS)
 
     def send_object(self, obj: Any, dst: int) -> None:
         """Send a value and wait until it may be changed."""
@@ -196,19 +180,19 @@ class Communicator:
         multiple of the group's size.  ``check_slices`` makes the ranks compare
         first; one that differs raises CONFIG on all of them.
         """
-        group = _checked_group(all_gather_group, "isend_tensor_dict")
-        operation = self._operation("isend_tensor_dict", dst, "send", OBJECTS)
-        value = tensor_dict
-        if group is not None:
-            whole = as_dict(tensor_dict, operation)
-            where = operation.describe()
-            value = sliced(whole, all_gather_tensors, group, where)
-            if self.config.check_slices:
-                key = group._exchange.key(self._exchange_kind("check"))
-                check_replicated(whole, value, group, key, where, self.config.full_timeout)
-        return self._send(
-            operation, self._session.encoder.value(operation, Kind.TENSOR_DICT, value)
-        )
+        call = "isend_tensor_dict"
+        if all_gather_group is None:
+            return self._posting.send(call, Kind.TENSOR_DICT, tensor_dict, dst, OBJECTS)
+        group = _checked_group(all_gather_group, call)
+        operation = self._posting.operation(call, dst, "send", OBJECTS)
+        whole = as_dict(tensor_dict, operation)
+        where = operation.describe()
+        value = sliced(whole, all_gather_tensors, group, where)
+        if self.config.check_slices:
+            key = group._exchange.key(self._exchange_kind("check"))
+            check_replicated(whole, value, group, key, where, self.config.full_timeout)
+        message = self._session.encoder.encode(operation, Kind.TENSOR_DICT, value)
+        return self._posting.send_message(operation, message)
 
     def irecv_tensor_dict(
         self,
@@ -223,13 +207,15 @@ class Communicator:
         owe each other.  Which tensors come in parts is in the message:
         `all_gather_tensors` is taken for symmetry and not looked at.
         """
-        group = _checked_group(all_gather_group, "irecv_tensor_dict")
-        operation = self._operation("irecv_tensor_dict", src, "recv", OBJECTS)
+        group = None
+        if all_gather_group is not None:
+            group = _checked_group(all_gather_group, "irecv_tensor_dict")
+        operation = self._posting.operation("irecv_tensor_dict", src, "recv", OBJECTS)
         if group is None:
-            return self._receive(operation, WholeDictClaim(operation))
+            return self._posting.receive_claim(WholeDictClaim(operation))
         device = self._connection.device
         return GatherHandle(
-            self._receive(operation, MessageClaim(operation, Kind.TENSOR_DICT)),
+            self._posting.receive_claim(MessageClaim(operation, Kind.TENSOR_DICT)),
             group,
             self._exchange_kind("gather"),
             src,
@@ -288,21 +274,8 @@ class Communicator:
         another `at_most`; receivers whose `at_most` differs raise PROTOCOL.
         """
 
-        def target(operation: Operation) -> Tensor | None:
-            if tensor is not None:
-                self._session.memory.check_target(tensor, operation)
-            return tensor
-
-        def contents(operation: Operation, step: int, size: int) -> Outgoing:
-            if tensor is None:
-                raise CommError(
-                    ErrorKind.CONFIG, operation.describe(), "rank src has no tensor", "Pass one"
-                )
-            return self._session.encoder.tensor(operation, tensor, step, size)
-
-        return self._broadcast(
-            "broadcast", Kind.TENSOR, src, tensor, contents, target, async_op, at_most
-        )
+        handle = self._posting.broadcast("broadcast", Kind.TENSOR, tensor, src, at_most)
+        return handle if async_op else handle.result()
 
     def broadcast_object(self, obj: Any, src: int, async_op: bool = False) -> Any:
         """Send a value of rank `src` to every other rank; what they pass is ignored.
@@ -310,12 +283,8 @@ class Communicator:
         Returns the value, or with `async_op` a handle whose ``result()`` is the value.
         """
 
-        def contents(operation: Operation, step: int, size: int) -> Outgoing:
-            return self._session.encoder.value(operation, Kind.OBJECT, obj, step, size)
-
-        return self._broadcast(
-            "broadcast_object", Kind.OBJECT, src, obj, contents, _no_target, async_op
-        )
+        handle = self._posting.broadcast("broadcast_object", Kind.OBJECT, obj, src)
+        return handle if async_op else handle.result()
 
     def broadcast_tensor_dict(
         self,
@@ -331,19 +300,9 @@ class Communicator:
         `at_most` is as for `broadcast`; a dict with it has exactly one tensor.
         """
 
-        def contents(operation: Operation, step: int, size: int) -> Outgoing:
-            return self._session.encoder.value(operation, Kind.TENSOR_DICT, tensor_dict, step, size)
-
-        return self._broadcast(
-            "broadcast_tensor_dict",
-            Kind.TENSOR_DICT,
-            src,
-            tensor_dict,
-            contents,
-            _no_target,
-            async_op,
-            at_most,
-        )
+        call, kind = "broadcast_tensor_dict", Kind.TENSOR_DICT
+        handle = self._posting.broadcast(call, kind, tensor_dict, src, at_most)
+        return handle if async_op else handle.result()
 
     # Streams, and work of others
 
@@ -471,199 +430,14 @@ class Communicator:
             f"channel {self._channel}, {state}>"
         )
 
-    # How
-
-    def _tag(self, tag: int) -> str:
-        if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= MAX_TAG:
-            raise CommError(
-                ErrorKind.CONFIG, "tag", f"{tag!r} is not an integer from 0 to {MAX_TAG}",
-                "Use a smaller tag",
-            )  # fmt: skip
-        return str(tag)
-
-    def _operation(self, kind: str, peer: int, direction: str, tag: str) -> Operation:
-        key = self._keys.get((peer, direction, tag)) if type(peer) is int else None
-        if key is None:
-            key = self._key(kind, peer, direction, tag)
-        return self._make(kind, key)
-
-    def _key(self, kind: str, peer: int, direction: str, tag: str) -> LaneKey:
-        self._check_rank(peer, kind)
-        if self.world_size == 1:
-            raise CommError(ErrorKind.CONFIG, kind, "this is the only rank: there is no peer", "")
-        if peer == self.rank:
-            raise CommError(
-                ErrorKind.CONFIG,
-                kind,
-                f"rank {peer} is this rank itself",
-                "Keep what stays on the rank in memory",
-            )
-        key = self._keys[peer, direction, tag] = LaneKey(self._channel, peer, direction, tag)
-        return key
-
-    def _check_rank(self, rank: int, kind: str) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise CommError(
-                ErrorKind.CONFIG,
-                kind,
-                f"{rank!r} is not a rank of this communicator",
-                f"Ranks are local to it: 0 to {self.world_size - 1}",
-            )
-
-    def _make(self, kind: str, lane: LaneKey) -> Operation:
-        site = calling_site() if self._sites else None
-        operation = Operation(kind, lane, 0, self._connection.runtime.now(), site)
-        refuse_modes(operation)
-        device = self._connection.device
-        if device is not None:
-            operation.device = DevicePart(self._session.device_hold)
-            operation.notify = device.notify
-            device.advance()
-        return operation
+    # Internals
 
     def _exchange_kind(self, what: str) -> tuple[str, str, str]:
         return what, self.config.name, self._channel
 
-    def _handle(self, operation: Operation) -> Handle:
-        connection = self._connection
-        host = OperationHandle(
-            operation, connection.ledger, connection.progress, connection.runtime
-        )
-        if connection.device is None:
-            return host
-        return StreamHandle(operation, host, connection.device)
 
-    def _send_object(self, kind: str, obj: Any, dst: int, tag: str) -> Handle:
-        operation = self._operation(kind, dst, "send", tag)
-        return self._send(operation, self._session.encoder.value(operation, Kind.OBJECT, obj))
-
-    def _receive_object(self, kind: str, src: int, tag: str) -> Handle:
-        operation = self._operation(kind, src, "recv", tag)
-        return self._receive(operation, MessageClaim(operation, Kind.OBJECT))
-
-    def _send(self, operation: Operation, outgoing: Outgoing) -> Handle:
-        key = operation.lane
-        lane = self._connection.peers[key.peer].open_send_lane((key.channel, key.tag))
-        self._admit(operation, outgoing)
-        try:
-            lane.post(operation, outgoing)
-        except CommError:
-            self.ledger.remove(operation)
-            raise
-        return self._handle(operation)
-
-    def _admit(self, operation: Operation, outgoing: Outgoing) -> None:
-        operation.nbytes = outgoing.nbytes
-        self._connection.ledger.admit(operation, exempt=self._exempt)
-        if self._session.config.check_lifetime:
-            operation.fingerprint = Fingerprint(outgoing.payload)
-
-    def _claim(
-        self,
-        operation: Operation,
-        kind: Kind,
-        step: int = -1,
-        target: Tensor | None = None,
-        at_most: int = -1,
-    ) -> MessageClaim:
-        side = self._connection.device
-        if target is None or side is None or not side.device.holds(target):
-            return MessageClaim(operation, kind, step, target, None, at_most)
-        assert operation.device is not None
-        operation.device.after = side.device.event()
-        operation.device.after.record(side.device.current_stream())
-        return MessageClaim(operation, kind, step, target, side.device.copy, at_most)
-
-    def _receive(self, operation: Operation, claim: MessageClaim) -> Handle:
-        key = operation.lane
-        lane = self._connection.peers[key.peer].open_recv_lane((key.channel, key.tag))
-        self.ledger.admit(operation)
-        lane.claim(claim)
-        return self._handle(operation)
-
-    def _broadcast(
-        self,
-        name: str,
-        kind: Kind,
-        src: int,
-        value: Any,
-        contents: Callable[[Operation, int, int], Outgoing],
-        target: Callable[[Operation], Tensor | None],
-        async_op: bool,
-        at_most: int | None = None,
-    ) -> Any:
-        self._check_rank(src, name)
-        size = self._declared(name, at_most)
-        if self._connection.closed is not None:
-            raise self._connection.closed.again()
-        channel = self._broadcast_channel
-        now = self._connection.runtime.now
-        handle: Handle
-        if self.world_size == 1:
-            contents(self._make(name, LaneKey(channel, src, "send", BROADCAST)), 0, size)
-            handle = CompositeHandle((), now, lambda: value)
-        elif src == self.rank:
-            operations = [
-                self._make(name, LaneKey(channel, peer, "send", BROADCAST))
-                for peer in self._connection.peers
-            ]
-            outgoing = contents(operations[0], self._broadcasts.step, size)
-            sends = self._fan_out(operations, outgoing)
-            handle = CompositeHandle(sends, now, lambda: value)
-        else:
-            operation = self._make(name, LaneKey(channel, src, "recv", BROADCAST))
-            into = target(operation)
-            step = operation.step = self._broadcasts.step
-            handle = self._receive(operation, self._claim(operation, kind, step, into, size))
-            self._broadcasts.step += 1
-        return handle if async_op else handle.result()
-
-    def _declared(self, name: str, at_most: int | None) -> int:
-        """`at_most`, which is fixed by the first call on the channel; -1 for ``None``."""
-        if at_most is None:
-            return -1
-        if isinstance(at_most, bool) or not isinstance(at_most, int) or at_most <= 0:
-            raise CommError(
-                ErrorKind.CONFIG, name, f"at_most is a positive number of bytes, not {at_most!r}",
-                "Pass the largest size that is ever sent, or None",
-            )  # fmt: skip
-        declared = self._broadcasts
-        if declared.at_most not in (-1, at_most):
-            raise CommError(
-                ErrorKind.CONFIG,
-                name,
-                f"at_most = {at_most} differs from the {declared.at_most} that channel "
-                f"{self._broadcast_channel!r} began with",
-                "Pass the same in all calls on a channel, or use another channel",
-            )
-        declared.at_most = at_most
-        return at_most
-
-    def _fan_out(self, operations: Sequence[Operation], outgoing: Outgoing) -> list[Handle]:
-        """Post one message to every peer; a peer that is lost fails its own handle only."""
-        admitted: list[Operation] = []
-        try:
-            for operation in operations:
-                operation.step = self._broadcasts.step
-                self._admit(operation, outgoing)
-                admitted.append(operation)
-        except CommError:
-            for operation in admitted:
-                self.ledger.remove(operation)
-            raise
-        self._broadcasts.step += 1
-        for operation in operations:
-            key = operation.lane
-            try:
-                lane = self._connection.peers[key.peer].open_send_lane((key.channel, key.tag))
-                lane.post(operation, outgoing)
-            except CommError as error:
-                self.ledger.fail(operation, error)
-        return [self._handle(operation) for operation in operations]
-
-
-def _checked_group(group: Any, call: str) -> Communicator | None:
-    if group is None or isinstance(group, Communicator):
+def _checked_group(group: Any, call: str) -> Communicator:
+    if isinstance(group, Communicator):
         return group
     raise CommError(
         ErrorKind.CONFIG,
@@ -671,7 +445,3 @@ def _checked_group(group: Any, call: str) -> Communicator | None:
         f"all_gather_group is a {type(group).__qualname__}",
         "Pass the communicator of the group: connect(group=...)",
     )
-
-
-def _no_target(operation: Operation) -> None:
-    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from commlayer.config import CommConfig
 from commlayer.device.foreign import Tracker
@@ -11,21 +10,11 @@ from commlayer.device.reach import Memory
 from commlayer.device.side_stream import SideStreams
 from commlayer.lanes.connection import Connection
 from commlayer.lanes.encode import Encoder
+from commlayer.lanes.posting import BroadcastState, Posting
 from commlayer.observe.observation import Observation
 from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.retention import DeviceHold, RetentionPolicy
 from commlayer.semantics import Semantics
-
-
-@dataclass
-class BroadcastState:
-    """The broadcasts of one channel: how many there were, and the size declared for them.
-
-    `at_most` is in bytes; -1 where none was declared.
-    """
-
-    step: int = 0
-    at_most: int = -1
 
 
 class Session:
@@ -63,6 +52,21 @@ class Session:
             None if device is None else device.device,
             lambda event, tensors: self.tracker.track(event, tensors, ("data", connection.rank)),
             check=config.check_lifetime,
+        )
+
+    def posting(self, channel: str) -> Posting:
+        """What posts the operations of `channel`."""
+        # The default channel leaves its own lanes to sends: a broadcast never waits behind one.
+        broadcasts = "broadcast" if channel == "data" else channel
+        return Posting(
+            self.connection,
+            self.encoder,
+            self.memory,
+            self.config,
+            self.device_hold,
+            channel,
+            broadcasts,
+            self.broadcasts[broadcasts],
         )
 
     def close(self, timeout: float | None = None) -> None:

@@ -42,17 +42,13 @@ class Encoder:
         self._memory = memory
         self._side = side
 
-    def tensor(
-        self, operation: Operation, tensor: Tensor, step: int = -1, at_most: int = -1
-    ) -> Outgoing:
-        """The message of one tensor."""
-        tensors = [sendable(tensor, operation, self._config)]
-        return self._encode(operation, Kind.TENSOR, tensors, b"", step, at_most)
-
-    def value(
+    def encode(
         self, operation: Operation, kind: Kind, value: Any, step: int = -1, at_most: int = -1
     ) -> Outgoing:
         """The message of a value; an equal dict of tensors is not packed a second time."""
+        if kind is Kind.TENSOR:
+            tensors = [sendable(value, operation, self._config)]
+            return self._encode(operation, kind, tensors, b"", step, at_most)
         key = None
         if kind is Kind.TENSOR_DICT:
             if at_most < 0:

@@ -1,0 +1,271 @@
+"""Sends, receives and broadcasts of one channel: from arguments to handles.
+
+The order of what happens is the promise that nothing leaves the rank before everything was
+checked.  An operation is made first, because every refusal names it; then the message is
+encoded or the target checked; then the lane is looked up, which raises what has closed it;
+then the ledger admits it, which may wait for room; and only then is anything posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from commlayer.config import CommConfig
+from commlayer.device.reach import Memory
+from commlayer.errors import CommError, ConfigError
+from commlayer.handle import CompositeHandle, Handle, OperationHandle, StreamHandle
+from commlayer.lanes.claims import MessageClaim
+from commlayer.lanes.connection import Connection
+from commlayer.lanes.encode import Encoder
+from commlayer.progress.lifetime import Fingerprint
+from commlayer.progress.operation import DevicePart, LaneKey, Operation, calling_site
+from commlayer.progress.retention import DeviceHold
+from commlayer.wire.frame import Kind
+from commlayer.wire.message import Outgoing
+from commlayer.wire.modes import refuse_modes
+from commlayer.wire.tags import BROADCAST, MAX_TAG
+
+
+@dataclass
+class BroadcastState:
+    """The broadcasts of one channel: how many there were, and the size declared for them.
+
+    `at_most` is in bytes; -1 where none was declared.
+    """
+
+    step: int = 0
+    at_most: int = -1
+
+
+class Posting:
+    """Posts the operations of one channel.
+
+    `broadcasts` go to `broadcast_channel`, which may be another one.  All methods may be
+    called from any thread and raise `CommError`.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        encoder: Encoder,
+        memory: Memory,
+        config: CommConfig,
+        device_hold: DeviceHold,
+        channel: str,
+        broadcast_channel: str,
+        broadcasts: BroadcastState,
+    ) -> None:
+        self._connection = connection
+        self._peers = connection.peers
+        self._ledger = connection.ledger
+        self._now = connection.runtime.now
+        self._device = connection.device
+        self._encoder = encoder
+        self._memory = memory
+        self._device_hold = device_hold
+        self._channel = channel
+        self._broadcast_channel = broadcast_channel
+        self._broadcasts = broadcasts
+        self._check_lifetime = config.check_lifetime
+        self._sites = config.record_sites or config.check_lifetime
+        self._exempt = channel in config.unbounded_channels
+        self._keys: dict[tuple[int, str, str], LaneKey] = {}
+
+    # Sends and receives
+
+    def send(self, call: str, kind: Kind, value: Any, dst: int, tag: str) -> Handle:
+        """Post a send of `value` to rank `dst`."""
+        operation = self.operation(call, dst, "send", tag)
+        return self.send_message(operation, self._encoder.encode(operation, kind, value))
+
+    def send_message(self, operation: Operation, outgoing: Outgoing) -> Handle:
+        """Post a message that was encoded for `operation`."""
+        key = operation.lane
+        peer = self._peers[key.peer]
+        error = peer.closed or peer.error
+        if error is not None:
+            raise error.again()
+        name = key.channel, key.tag
+        lane = peer.sends.get(name) or peer.send_lane(name)
+        self._admit(operation, outgoing)
+        try:
+            lane.post(operation, outgoing)
+        except CommError:
+            self._ledger.remove(operation)
+            raise
+        return self._handle(operation)
+
+    def receive(
+        self, call: str, kind: Kind, src: int, tag: str, target: Tensor | None = None
+    ) -> Handle:
+        """Post a receive from rank `src`, into `target` or new memory."""
+        operation = self.operation(call, src, "recv", tag)
+        if target is not None:
+            self._memory.check_target(target, operation)
+        return self.receive_claim(self._claim(operation, kind, target))
+
+    def receive_claim(self, claim: MessageClaim) -> Handle:
+        """Post the receive that `claim` asks for."""
+        operation = claim.operation
+        key = operation.lane
+        lane = self._peers[key.peer].open_recv_lane((key.channel, key.tag))
+        self._ledger.admit(operation)
+        lane.claim(claim)
+        return self._handle(operation)
+
+    def operation(self, call: str, peer: int, direction: str, tag: str) -> Operation:
+        """A new operation with `peer`, which is checked."""
+        # True == 1: only an int may find the key of an int.
+        key = self._keys.get((peer, direction, tag)) if type(peer) is int else None
+        if key is None:
+            self.check_peer(peer, call)
+            key = self._keys[peer, direction, tag] = LaneKey(self._channel, peer, direction, tag)
+        return self._make(call, key)
+
+    def check_peer(self, rank: int, call: str) -> None:
+        """Raise `ConfigError` unless `rank` is another rank."""
+        self._check_rank(rank, call)
+        if self._connection.size == 1:
+            raise ConfigError(call, "this is the only rank: there is no peer", "")
+        if rank == self._connection.rank:
+            raise ConfigError(
+                call, f"rank {rank} is this rank itself", "Keep what stays on the rank in memory"
+            )
+
+    def _check_rank(self, rank: int, call: str) -> None:
+        size = self._connection.size
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
+            raise ConfigError(
+                call,
+                f"{rank!r} is not a rank of this communicator",
+                f"Ranks are local to it: 0 to {size - 1}",
+            )
+
+    def _make(self, call: str, lane: LaneKey) -> Operation:
+        site = calling_site() if self._sites else None
+        operation = Operation(call, lane, 0, self._now(), site)
+        refuse_modes(operation)
+        device = self._device
+        if device is not None:
+            operation.device = DevicePart(self._device_hold)
+            operation.notify = device.notify
+            device.advance()
+        return operation
+
+    def _claim(
+        self,
+        operation: Operation,
+        kind: Kind,
+        target: Tensor | None = None,
+        at_most: int = -1,
+    ) -> MessageClaim:
+        side = self._device
+        if target is None or side is None or not side.device.holds(target):
+            return MessageClaim(operation, kind, operation.step, target, None, at_most)
+        assert operation.device is not None
+        operation.device.after = side.device.event()
+        operation.device.after.record(side.device.current_stream())
+        return MessageClaim(operation, kind, operation.step, target, side.device.copy, at_most)
+
+    def _admit(self, operation: Operation, outgoing: Outgoing) -> None:
+        operation.nbytes = outgoing.nbytes
+        self._ledger.admit(operation, exempt=self._exempt)
+        if self._check_lifetime:
+            operation.fingerprint = Fingerprint(outgoing.payload)
+
+    def _handle(self, operation: Operation) -> Handle:
+        connection = self._connection
+        host = OperationHandle(
+            operation, connection.ledger, connection.progress, connection.runtime
+        )
+        if connection.device is None:
+            return host
+        return StreamHandle(operation, host, connection.device)
+
+    # Broadcasts
+
+    def broadcast(
+        self, call: str, kind: Kind, value: Any, src: int, at_most: int | None = None
+    ) -> Handle:
+        """Post a broadcast of `value`, a tensor to receive into on other ranks than `src`."""
+        self._check_rank(src, call)
+        size = self._declare(call, at_most)
+        if self._connection.closed is not None:
+            raise self._connection.closed.again()
+        state = self._broadcasts
+        if src == self._connection.rank:
+            peers = list(self._peers) or [src]  # alone, it is encoded for its checks
+            operations = [self._make(call, self._lane(peer, "send")) for peer in peers]
+            if value is None and kind is Kind.TENSOR:
+                raise ConfigError(operations[0], "rank src has no tensor", "Pass one")
+            outgoing = self._encoder.encode(operations[0], kind, value, state.step, size)
+            sends = self._fan_out(operations, outgoing) if self._peers else []
+            return CompositeHandle(sends, self._now, lambda: value)
+        operation = self._make(call, self._lane(src, "recv"))
+        target = value if kind is Kind.TENSOR else None
+        if target is not None:
+            self._memory.check_target(target, operation)
+        operation.step = state.step
+        handle = self.receive_claim(self._claim(operation, kind, target, size))
+        state.step += 1
+        return handle
+
+    def _lane(self, peer: int, direction: str) -> LaneKey:
+        return LaneKey(self._broadcast_channel, peer, direction, BROADCAST)
+
+    def _declare(self, call: str, at_most: int | None) -> int:
+        """`at_most`, which is fixed by the first call on the channel; -1 for ``None``."""
+        if at_most is None:
+            return -1
+        if isinstance(at_most, bool) or not isinstance(at_most, int) or at_most <= 0:
+            raise ConfigError(
+                call,
+                f"at_most is a positive number of bytes, not {at_most!r}",
+                "Pass the largest size that is ever sent, or None",
+            )
+        declared = self._broadcasts
+        if declared.at_most not in (-1, at_most):
+            raise ConfigError(
+                call,
+                f"at_most = {at_most} differs from the {declared.at_most} that channel "
+                f"{self._broadcast_channel!r} began with",
+                "Pass the same in all calls on a channel, or use another channel",
+            )
+        declared.at_most = at_most
+        return at_most
+
+    def _fan_out(self, operations: Sequence[Operation], outgoing: Outgoing) -> list[Handle]:
+        """Post one message to every peer; a peer that is lost fails its own handle only."""
+        admitted: list[Operation] = []
+        try:
+            for operation in operations:
+                operation.step = self._broadcasts.step
+                self._admit(operation, outgoing)
+                admitted.append(operation)
+        except CommError:
+            # Nothing was posted: the broadcast did not happen, and may be tried again.
+            for operation in admitted:
+                self._ledger.remove(operation)
+            raise
+        self._broadcasts.step += 1
+        for operation in operations:
+            key = operation.lane
+            try:
+                lane = self._peers[key.peer].open_send_lane((key.channel, key.tag))
+                lane.post(operation, outgoing)
+            except CommError as error:
+                self._ledger.fail(operation, error)
+        return [self._handle(operation) for operation in operations]
+
+
+def checked_tag(tag: int) -> str:
+    """The lane tag of a caller's `tag`; raises `ConfigError` for what is none."""
+    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= MAX_TAG:
+        raise ConfigError(
+            "tag", f"{tag!r} is not an integer from 0 to {MAX_TAG}", "Use a smaller tag"
+        )
+    return str(tag)
