@@ -74,7 +74,8 @@ MUTANTS = {
         "core_one_each_way", "gloo", {FailureKind.ERROR, FailureKind.DEADLOCK},
     ),
     "a drain does not wait": (
-        Communicator, "drain", "if not self.ledger.wait(operation, remaining):", "if False:",
+        Communicator, "drain",
+        "if not self.ledger.wait(operation, deadline.remaining()):", "if False:",
         "core_drain", "gloo", {FailureKind.ERROR},
     ),
 }  # fmt: skip
