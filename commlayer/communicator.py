@@ -361,6 +361,7 @@ class Communicator:
         that moves only inside calls with the next call.  Print it for people.
         """
         limit = checked_timeout(timeout)
+        self._connection.check_own()
         return self._session.observation.report(5.0 if limit is None else limit)
 
     @property
@@ -375,6 +376,7 @@ class Communicator:
         them.  Raises `CommError` (CONFIG) where nothing is recorded and where the
         folder cannot be written.
         """
+        self._connection.check_own()  # the records, and the file's name, are the parent's
         return self._session.observation.dump(folder)
 
     # Endings
@@ -387,6 +389,7 @@ class Communicator:
         that have failed do not count.
         """
         limit = checked_timeout(timeout)
+        self._connection.check_own()
         deadline = Deadline(self._connection.runtime.now, limit)
         self.ledger.notice_all()
         for operation in self.ledger.pending_sends():

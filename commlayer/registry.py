@@ -22,6 +22,7 @@ import pluggy
 
 from commlayer.backend import PLUGIN_API, Backend, Viability
 from commlayer.errors import CommError, ErrorKind
+from commlayer.forks import let_go_in_child
 from commlayer.hooks import PROJECT, Hooks
 from commlayer.semantics import Semantics
 
@@ -121,7 +122,7 @@ class Registry:
         self._added: list[_Claim] = []
         self._loaded: dict[tuple[EntryPoint, str, str], LoadedBackend] = {}
         self._engines: list[object] = []
-        self._lock = threading.RLock()
+        self._lock = let_go_in_child(threading.RLock())
 
     def names(self) -> list[str]:
         """All backend names, sorted.  Imports nothing."""

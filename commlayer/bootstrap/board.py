@@ -11,7 +11,7 @@ import msgspec
 from commlayer.backend import World
 from commlayer.bootstrap.cards import Card, Failure, decode_card, encode
 from commlayer.bootstrap.launch import Generation, refusal
-from commlayer.bootstrap.patience import Helper, Late
+from commlayer.bootstrap.patience import Helper, Late, check_staying
 from commlayer.bootstrap.stores import describe
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 
@@ -45,9 +45,10 @@ class Board:
 
     def ask(self, question: Callable[[Any], T]) -> T:
         """Ask the store something; raises `CommError` where it does not answer."""
+        check_staying()
         limit = max(_LEAST_SECONDS, self.world.remaining())
         try:
-            return self._helper.call(lambda: question(self.store), limit)
+            return self._helper.call(lambda: question(self.store), limit, check_staying)
         except Late:
             raise CommTimeout(
                 "connect",

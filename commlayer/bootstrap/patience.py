@@ -15,6 +15,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from commlayer.errors import CommError, ErrorKind
+
 T = TypeVar("T")
 
 LOOK_SECONDS = 0.2
@@ -22,6 +24,24 @@ LOOK_SECONDS = 0.2
 _JOIN_SECONDS = 1.0
 
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_leaving = False
+
+
+def leave() -> None:
+    """Have every thread that connects give up: the main thread has ended, and Python joins them."""
+    global _leaving
+    _leaving = True
+
+
+def check_staying() -> None:
+    """Raise `CommError` (CLOSED) once the process is ending."""
+    if _leaving:
+        raise CommError(
+            ErrorKind.CLOSED,
+            "connect",
+            "the main thread has ended, and so does this process",
+            "Join the thread that connects before the main thread ends",
+        )
 
 
 class Late(Exception):

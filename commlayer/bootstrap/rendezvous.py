@@ -31,7 +31,7 @@ from commlayer.bootstrap.cards import Card, Failure, decode_failure, encode
 from commlayer.bootstrap.follower import Follower
 from commlayer.bootstrap.launch import Generation
 from commlayer.bootstrap.leader import Leader
-from commlayer.bootstrap.patience import Helper, Late
+from commlayer.bootstrap.patience import Helper, Late, check_staying
 from commlayer.bootstrap.stores import prefixed
 from commlayer.errors import CommTimeout, ErrorKind
 
@@ -88,7 +88,8 @@ class Rendezvous:
         return [card.hello for card in roster]
 
     def watch(self) -> None:
-        """Raise what another rank has given up for, after all had met."""
+        """Raise what another rank has given up for, after all had met, and when to give up here."""
+        check_staying()
         if not self._round:
             return
         try:

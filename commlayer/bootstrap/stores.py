@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from commlayer.bootstrap.launch import launcher_holds_store, refusal
-from commlayer.bootstrap.patience import Helper, Late
+from commlayer.bootstrap.patience import Helper, Late, check_staying
 from commlayer.errors import CommError, CommTimeout, out_of_descriptors
 
 _TRY_SECONDS = 2.0
@@ -57,8 +57,8 @@ def open_store(address: Address, *, serve: bool, limit: float) -> Any:
     helper, opening = Helper(), _Opening(address, time.monotonic() + limit)
     try:
         if serve and address not in _of_parent:
-            helper.call(opening.serve, limit)
-        return helper.call(opening.connect, limit)
+            helper.call(opening.serve, limit, check_staying)
+        return helper.call(opening.connect, limit, check_staying)
     except Late:
         raise CommTimeout(
             "connect",

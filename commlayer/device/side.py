@@ -148,6 +148,11 @@ class DeviceSide:
             lane.finish()
         return self.progress.join(list(lanes), deadline)
 
+    def close_after_fork(self) -> None:
+        """Post nothing any more: after a fork, in the child."""
+        self._postponed.clear()
+        self._waiters.clear()
+
     def stop(self) -> None:
         self.progress.stop()
 

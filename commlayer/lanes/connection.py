@@ -66,6 +66,7 @@ class Connection:
         # Guards `_closing`: of several threads that close, one does.
         self._lock = runtime.lock()
         self._closing = False
+        self._forked: CommError | None = None
         self._context = context = LaneContext(
             endpoint, runtime, ledger, progress, config, serial, prefetch, device
         )
@@ -186,14 +187,19 @@ class Connection:
         return ended
 
     def close_after_fork(self, error: CommError) -> None:
-        """Close without any native call, in the child.
-
-        No lock is taken: another thread of the parent may have held it.
-        """
+        """Close, and settle everything, without any native call: in the child."""
         self._closing = True
-        self.closed = error
+        self.closed = self._forked = error
         for peer in self.peers.values():
             peer.closed = error
+        self.ledger.close_after_fork(error)
+        if self.device is not None:
+            self.device.close_after_fork()
+
+    def check_own(self) -> None:
+        """Raise where this process has inherited the connection by a fork."""
+        if self._forked is not None:
+            raise self._forked.again()
 
 
 class _ControlClaim:

@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 from commlayer.errors import CommError, ErrorKind
+from commlayer.forks import let_go_in_child
 from commlayer.lanes.connection import Connection
 from commlayer.observe.multiprocess import Files
 from commlayer.observe.spans import Span
@@ -157,7 +158,7 @@ class Metrics:
         self._collector.publish()
 
 
-_registering = threading.Lock()
+_registering = let_go_in_child(threading.Lock())
 
 
 class _Collector:

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from commlayer.forks import let_go_in_child
+
 _Series = tuple[str, tuple[str, ...]]
 
 
@@ -21,7 +23,7 @@ class Files:
         self._value = value
         self._values: dict[_Series, Any] = {}
         self._gauges: set[_Series] = set()
-        self._lock = threading.Lock()
+        self._lock = let_go_in_child(threading.Lock())
 
     @classmethod
     def open(cls) -> Files | None:

@@ -116,6 +116,7 @@ class Ledger:
         self._peak_bytes = 0
         self._released = runtime.event()
         self._waiters = 0
+        self._inherited: list[Operation] = []
         self.observer: Observer | None = None
         """Told of every operation; set before the first is entered."""
 
@@ -369,6 +370,25 @@ class Ledger:
                 if operation.lane.direction == "send" and not operation.settled
             ]
         return sorted(pending, key=lambda operation: operation.posted_at)
+
+    def close_after_fork(self, error: CommError) -> None:
+        """Settle everything with `error`, and list it no more: after a fork, in the child.
+
+        No event is set, because nobody waits in the child and a thread of the parent may
+        have held the event's lock.  Nor is anybody told: observers are the parent's.
+        """
+        with self._lock:
+            self.observer = None
+            listed = [operation for lane in self._lanes.values() for operation in lane]
+            # Buffers and device events are the parent's to release, so the child keeps all of them.
+            self._inherited = [*listed, *self._quarantine.values()]
+            for operation in listed:
+                if not operation.settled:
+                    operation.error = error
+                    operation.settled = True
+            self._lanes.clear()
+            self._quarantine.clear()
+            self._sends = self._bytes = self._waiters = 0
 
     def snapshot(self) -> Snapshot:
         """Everything in flight, as immutable values."""

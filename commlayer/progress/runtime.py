@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from commlayer.forks import let_go_in_child
+
 
 class Event(Protocol):
     """A flag that tasks wait for; the interface of `threading.Event`."""
@@ -60,7 +62,7 @@ class ThreadRuntime:
         return thread
 
     def lock(self) -> AbstractContextManager[object]:
-        return threading.Lock()
+        return let_go_in_child(threading.Lock())
 
     def event(self) -> Event:
         return threading.Event()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -178,6 +181,124 @@ def test_a_peer_that_dies_during_finalization_does_not_abort_it(ranks: Ranks) ->
     assert first.wait() == 7, first.output
 
 
+def an_executor(wait: Callable[[], object]) -> None:
+    ThreadPoolExecutor(1).submit(wait)
+
+
+def a_thread(wait: Callable[[], object]) -> None:
+    threading.Thread(target=wait).start()
+
+
+def an_event_loop(wait: Callable[[], object]) -> None:
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(begun_in_a_loop(wait))
+
+
+async def begun_in_a_loop(wait: Callable[[], object]) -> None:
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def waits() -> None:
+        loop.call_soon_threadsafe(begun.set)
+        wait()
+
+    waiting.add(asyncio.create_task(asyncio.to_thread(waits)))
+    await begun.wait()
+
+
+waiting: set[asyncio.Task[None]] = set()
+
+
+def leaves_a_thread_waiting(
+    begin: Callable[[Callable[[], object]], None], call: str, ending: Callable[..., None]
+) -> None:
+    comm = here.connect()
+    peer = 1 - comm.rank
+    calls: dict[str, Callable[[], object]] = {
+        "recv": lambda: comm.recv(None, peer),
+        "recv_object": lambda: comm.recv_object(peer),
+        "broadcast": lambda: comm.broadcast_object(None, peer),
+        "wait": comm.irecv_tensor_dict(peer).wait,
+    }
+    if comm.rank == 0:
+        begin(calls[call])
+        here.say("begun")
+        ending(comm)
+        return
+    with pytest.raises(CommError) as caught:
+        comm.recv_object(0)
+    assert caught.value.kind is ErrorKind.CLOSED
+
+
+@pytest.mark.parametrize(
+    ("begin", "call", "ending"),
+    [
+        (an_executor, "recv_object", exits_with_7),
+        (an_executor, "broadcast", raises),
+        (a_thread, "recv", raises),
+        (a_thread, "wait", exits_with_7),
+        (an_event_loop, "recv_object", raises),
+        (an_event_loop, "wait", exits_with_7),
+    ],
+)
+def test_a_thread_that_waits_keeps_no_process(
+    ranks: Ranks,
+    begin: Callable[[Callable[[], object]], None],
+    call: str,
+    ending: Callable[..., None],
+) -> None:
+    """Python joins these threads before anything that is registered with `atexit`."""
+    first, second = ranks.spawn(leaves_a_thread_waiting, 2, begin, call, ending)
+    assert first.hear() == "begun"
+    assert first.wait() == ENDINGS[ending], first.output
+    assert second.wait() == 0, second.output
+
+
+def leaves_a_thread_connecting(begin: Callable[[Callable[[], object]], None]) -> None:
+    if here.rank() == 1:
+        here.hear()
+        return
+    begin(lambda: here.connect(connect_timeout=600.0))
+    here.say("begun")
+    time.sleep(0.5)
+    sys.exit(7)
+
+
+@pytest.mark.parametrize("begin", [an_executor, a_thread])
+def test_a_thread_that_connects_keeps_no_process(
+    ranks: Ranks, begin: Callable[[Callable[[], object]], None]
+) -> None:
+    first, second = ranks.spawn(leaves_a_thread_connecting, 2, begin)
+    assert first.hear() == "begun"
+    assert first.wait() == 7, first.output
+    second.say("leave")
+    assert second.wait() == 0
+
+
+def is_interrupted_again() -> None:
+    comm = here.connect(close_timeout=600.0)
+    if comm.rank == 0:
+        comm.isend(torch.ones(LARGE), 1)
+        here.say("posted")
+        sys.exit(7)
+    here.hear()
+    with pytest.raises(CommError) as caught:
+        comm.recv(None, 0, tag=1)
+    assert caught.value.kind is ErrorKind.CLOSED
+
+
+def test_ctrl_c_ends_the_delivery_of_what_is_left_without_a_traceback(ranks: Ranks) -> None:
+    first, second = ranks.spawn(is_interrupted_again, 2)
+    first.hear()
+    first.prints("delivering 1 sends")
+    first.signal(signal.SIGINT)
+    first.prints("given up (KeyboardInterrupt)")
+    second.say("go on")
+    assert first.wait() == 7, first.output
+    assert "Traceback" not in first.output
+    assert second.wait() == 0, second.output
+
+
 def interrupted_while_waiting() -> None:
     comm = here.connect()
     if comm.rank == 0:
@@ -241,6 +362,43 @@ def test_a_forked_child_is_closed_and_its_parent_goes_on(ranks: Ranks, ending: s
 
 def in_child_of_multiprocessing() -> None:
     sys.exit(5)
+
+
+def forks_under_traffic() -> None:
+    """Exchanges on one thread what it may, and forks on the other for a while."""
+    comm = here.connect()
+    peer, over = 1 - comm.rank, threading.Event()
+
+    def exchanges() -> None:
+        going = True
+        while going:
+            mine = not over.is_set()
+            sent = comm.isend_object(mine, peer)
+            going = comm.recv_object(peer) and mine
+            sent.wait()
+
+    thread = threading.Thread(target=exchanges)
+    thread.start()
+    ends = time.monotonic() + 6
+    for _ in range(300):
+        if time.monotonic() > ends:
+            break
+        child = os.fork()
+        if child == 0:
+            signal.alarm(15)
+            comm.ledger.snapshot()
+            for call in (comm.report, comm.drain):
+                with pytest.raises(CommError, match="forked"):
+                    call()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    over.set()
+    thread.join()
+
+
+def test_children_that_are_forked_under_traffic_answer(ranks: Ranks) -> None:
+    processes = ranks.spawn(forks_under_traffic, 2)
+    assert [process.wait(60) for process in processes] == [0, 0], processes[0].output
 
 
 def forks_by_multiprocessing() -> None:
