@@ -113,10 +113,9 @@ class Work:
 
 
 class Group:
-    """A communicator of ranks 0 and 1.  Blocks until the other rank makes it too.
+    """A communicator of ranks 0 and 1, of use once both have called `connect`.
 
-    Processes that make several must make them in the same order: in crossed orders neither
-    creation ever returns.
+    To make one waits for rank 0 to have made it, on `store`.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -129,7 +128,16 @@ class Group:
         else:
             address = bytes.fromhex(store.get("address").decode())
             self._pair = _checked(shim.answer(address))
-        _checked(shim.connect_pair(self._pair, rank))
+        self._rank = rank
+
+    def connect(self) -> Group:
+        """Block until the other rank connects too; returns the group itself.
+
+        Processes that connect several must do it in the same order: in crossed orders
+        neither call ever returns.
+        """
+        _checked(_shim().connect_pair(self._pair, self._rank))
+        return self
 
     def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
         (tensor,) = tensors

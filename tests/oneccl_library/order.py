@@ -59,6 +59,7 @@ class OrderedGroups:
         with self._lock:
             future = self._made.setdefault(name, Future())
         try:
-            future.set_result(Group(PrefixStore(name, self._reading), ranks.index(self._rank)))
+            made = Group(PrefixStore(name, self._reading), ranks.index(self._rank))
+            future.set_result(made.connect())
         except Exception as error:
             future.set_exception(error)
