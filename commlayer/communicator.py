@@ -15,7 +15,7 @@ from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.encode import as_dict
-from commlayer.lanes.posting import checked_tag
+from commlayer.lanes.posting import checked_object_tag, checked_tag
 from commlayer.observe.report import Report
 from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.ledger import Ledger
@@ -25,7 +25,7 @@ from commlayer.session import Session
 from commlayer.slices import Exchange, GatherHandle, WholeDictClaim, check_replicated, sliced
 from commlayer.wire.frame import Kind
 from commlayer.wire.modes import outside_modes, uncompiled
-from commlayer.wire.tags import OBJECTS, SLICES
+from commlayer.wire.tags import SLICES
 
 
 @uncompiled
@@ -141,8 +141,8 @@ class Communicator:
 
     # Objects and tensor dicts
 
-    def isend_object(self, obj: Any, dst: int) -> Handle:
-        """Post a send of a value to rank `dst`.
+    def isend_object(self, obj: Any, dst: int, tag: int = 0) -> Handle:
+        """Post a send of a value to rank `dst`; `tag` is as for `isend`, on lanes of their own.
 
         A value is any tree of ``None``, bool, int, float, complex, str, bytes,
         list, tuple, set, dict (any mapping, which arrives as a dict), tensors, torch
@@ -150,19 +150,19 @@ class Communicator:
         ``deque``, ``UUID``, ``Decimal``, and instances of classes that were registered
         (`commlayer.register`).  Anything else needs ``allow_pickle``.
         """
-        return self._posting.send("isend_object", Kind.OBJECT, obj, dst, OBJECTS)
+        return self._posting.send("isend_object", Kind.OBJECT, obj, dst, checked_object_tag(tag))
 
-    def irecv_object(self, src: int) -> Handle:
+    def irecv_object(self, src: int, tag: int = 0) -> Handle:
         """Post a receive of a value from rank `src`; ``result()`` returns it.  Never blocks."""
-        return self._posting.receive("irecv_object", Kind.OBJECT, src, OBJECTS)
+        return self._posting.receive("irecv_object", Kind.OBJECT, src, checked_object_tag(tag))
 
-    def send_object(self, obj: Any, dst: int) -> None:
+    def send_object(self, obj: Any, dst: int, tag: int = 0) -> None:
         """Send a value and wait until it may be changed."""
-        self.isend_object(obj, dst).wait()
+        self.isend_object(obj, dst, tag).wait()
 
-    def recv_object(self, src: int) -> Any:
+    def recv_object(self, src: int, tag: int = 0) -> Any:
         """Receive a value from rank `src`."""
-        return self.irecv_object(src).result()
+        return self.irecv_object(src, tag).result()
 
     def isend_tensor_dict(
         self,
@@ -170,9 +170,11 @@ class Communicator:
         dst: int,
         all_gather_group: Communicator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
+        tag: int = 0,
     ) -> Handle:
         """Post a send of a dict of str to tensors or values; the order of its keys is kept.
 
+        `tag` is that of `isend_object`: objects and dicts of one tag arrive in order.
         With `all_gather_group`, whose ranks all call this with equal tensors, each
         rank sends its part of every tensor of the dict, nested ones excepted, and
         the receivers gather.  Sent whole are a tensor of which `all_gather_tensors`
@@ -180,11 +182,11 @@ class Communicator:
         multiple of the group's size.  ``check_slices`` makes the ranks compare
         first; one that differs raises CONFIG on all of them.
         """
-        call = "isend_tensor_dict"
+        call, lane_tag = "isend_tensor_dict", checked_object_tag(tag)
         if all_gather_group is None:
-            return self._posting.send(call, Kind.TENSOR_DICT, tensor_dict, dst, OBJECTS)
+            return self._posting.send(call, Kind.TENSOR_DICT, tensor_dict, dst, lane_tag)
         group = _checked_group(all_gather_group, call)
-        operation = self._posting.operation(call, dst, "send", OBJECTS)
+        operation = self._posting.operation(call, dst, "send", lane_tag)
         whole = as_dict(tensor_dict, operation)
         where = operation.describe()
         value = sliced(whole, all_gather_tensors, group, where)
@@ -199,6 +201,7 @@ class Communicator:
         src: int,
         all_gather_group: Communicator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
+        tag: int = 0,
     ) -> Handle:
         """Post a receive of a tensor dict from `src`; ``result()`` returns it.  Never blocks.
 
@@ -210,7 +213,8 @@ class Communicator:
         group = None
         if all_gather_group is not None:
             group = _checked_group(all_gather_group, "irecv_tensor_dict")
-        operation = self._posting.operation("irecv_tensor_dict", src, "recv", OBJECTS)
+        lane_tag = checked_object_tag(tag)
+        operation = self._posting.operation("irecv_tensor_dict", src, "recv", lane_tag)
         if group is None:
             return self._posting.receive_claim(WholeDictClaim(operation))
         device = self._connection.device
@@ -218,7 +222,7 @@ class Communicator:
             self._posting.receive_claim(MessageClaim(operation, Kind.TENSOR_DICT)),
             group,
             self._exchange_kind("gather"),
-            src,
+            operation.lane,
             operation.describe(),
             None if device is None else device.device,
         )
@@ -229,18 +233,20 @@ class Communicator:
         dst: int,
         all_gather_group: Communicator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
+        tag: int = 0,
     ) -> None:
         """Send a tensor dict and wait until its tensors may be overwritten."""
-        self.isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors).wait()
+        self.isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors, tag).wait()
 
     def recv_tensor_dict(
         self,
         src: int,
         all_gather_group: Communicator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
+        tag: int = 0,
     ) -> dict[str, Any]:
         """Receive a tensor dict from rank `src`."""
-        handle = self.irecv_tensor_dict(src, all_gather_group, all_gather_tensors)
+        handle = self.irecv_tensor_dict(src, all_gather_group, all_gather_tensors, tag)
         return handle.result()  # type: ignore[no-any-return]
 
     # Broadcasts

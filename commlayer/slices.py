@@ -33,7 +33,7 @@ from commlayer.wire.tensors import as_bytes, sendable
 from commlayer.wire.values import register
 
 if TYPE_CHECKING:
-    from commlayer.progress.operation import Operation
+    from commlayer.progress.operation import LaneKey, Operation
     from commlayer.progress.runtime import Runtime
 
 _WHOLE = CommConfig(max_message_bytes=sys.maxsize)
@@ -324,7 +324,7 @@ class GatherHandle:
         received: Handle,
         group: Group,
         kind: tuple[Any, ...],
-        src: int,
+        lane: LaneKey,
         operation: About,
         device: DeviceRuntime | None,
     ) -> None:
@@ -335,7 +335,7 @@ class GatherHandle:
         self._device = device
         self._key = self._exchange.key(kind)
         self._lock = self._exchange.runtime.lock()
-        self._line = self._exchange.line((*kind, src))
+        self._line = self._exchange.line((*kind, lane))
         self._line.append(self)
         self._slices: dict[str, Slice] = {}
         self._posted = False
@@ -517,16 +517,24 @@ class GatherHandle:
                 raise protocol_error(
                     self._operation, f"rank {peer} of all_gather_group has no part: {theirs.cause}"
                 )
+            if isinstance(theirs, dict) and key not in theirs:
+                raise self._unequal(key, mine, peer, "no part")
             item = self._check(key, theirs.get(key) if isinstance(theirs, dict) else None)
             like = (item.shape, item.parts, item.tensor.dtype)
             if item.index in parts or like != (mine.shape, mine.parts, mine.tensor.dtype):
-                raise protocol_error(
-                    self._operation,
-                    f"{key!r} of this rank and of rank {peer} of all_gather_group are not parts "
-                    "of one tensor",
-                )
+                raise self._unequal(key, mine, peer, _kind(item))
             parts[item.index] = item
         return self._joined([parts[index].tensor for index in range(mine.parts)], mine.shape)
+
+    def _unequal(self, key: str, mine: Slice, peer: int, theirs: str) -> CommError:
+        return CommError(
+            ErrorKind.PROTOCOL,
+            self._operation,
+            f"{key!r} of this rank ({_kind(mine)}) and of rank {peer} of all_gather_group "
+            f"({theirs}) are not parts of one tensor: their senders sent different ones",
+            "Send the same tensor on every rank of the sending group, or say that it is not "
+            f"replicated: all_gather_tensors={{{key!r}: False}}",
+        )
 
     def _joined(self, parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
         device, dtype = self._device, parts[0].dtype
@@ -555,3 +563,8 @@ class GatherHandle:
                 self._error = error
                 self._done = True
         self._over()
+
+
+def _kind(item: Slice) -> str:
+    dtype = str(item.tensor.dtype).removeprefix("torch.")
+    return f"part {item.index} of {item.parts}, {dtype} of shape {list(item.shape)}"

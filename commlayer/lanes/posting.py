@@ -25,9 +25,10 @@ from commlayer.progress.lifetime import Fingerprint
 from commlayer.progress.operation import DevicePart, LaneKey, Operation, calling_site
 from commlayer.progress.retention import DeviceHold
 from commlayer.wire.frame import Kind
+from commlayer.wire.integers import integer
 from commlayer.wire.message import Outgoing
 from commlayer.wire.modes import refuse_modes
-from commlayer.wire.tags import BROADCAST, MAX_TAG
+from commlayer.wire.tags import BROADCAST, MAX_TAG, objects
 
 
 @dataclass
@@ -122,28 +123,31 @@ class Posting:
         # True == 1: only an int may find the key of an int.
         key = self._keys.get((peer, direction, tag)) if type(peer) is int else None
         if key is None:
-            self.check_peer(peer, call)
+            peer = self.checked_peer(peer, call)
             key = self._keys[peer, direction, tag] = LaneKey(self._channel, peer, direction, tag)
         return self._make(call, key)
 
-    def check_peer(self, rank: int, call: str) -> None:
-        """Raise `ConfigError` unless `rank` is another rank."""
-        self._check_rank(rank, call)
+    def checked_peer(self, rank: int, call: str) -> int:
+        """`rank` as an int; raises `ConfigError` unless it is another rank."""
+        rank = self._checked_rank(rank, call)
         if self._connection.size == 1:
             raise ConfigError(call, "this is the only rank: there is no peer", "")
         if rank == self._connection.rank:
             raise ConfigError(
                 call, f"rank {rank} is this rank itself", "Keep what stays on the rank in memory"
             )
+        return rank
 
-    def _check_rank(self, rank: int, call: str) -> None:
+    def _checked_rank(self, rank: int, call: str) -> int:
         size = self._connection.size
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < size:
+        number = integer(rank)
+        if number is None or not 0 <= number < size:
             raise ConfigError(
                 call,
                 f"{rank!r} is not a rank of this communicator",
                 f"Ranks are local to it: 0 to {size - 1}",
             )
+        return number
 
     def _make(self, call: str, lane: LaneKey) -> Operation:
         site = calling_site() if self._sites else None
@@ -192,7 +196,7 @@ class Posting:
         self, call: str, kind: Kind, value: Any, src: int, at_most: int | None = None
     ) -> Handle:
         """Post a broadcast of `value`, a tensor to receive into on other ranks than `src`."""
-        self._check_rank(src, call)
+        src = self._checked_rank(src, call)
         size = self._declare(call, at_most)
         if self._connection.closed is not None:
             raise self._connection.closed.again()
@@ -221,22 +225,23 @@ class Posting:
         """`at_most`, which is fixed by the first call on the channel; -1 for ``None``."""
         if at_most is None:
             return -1
-        if isinstance(at_most, bool) or not isinstance(at_most, int) or at_most <= 0:
+        size = integer(at_most)
+        if size is None or size <= 0:
             raise ConfigError(
                 call,
                 f"at_most is a positive number of bytes, not {at_most!r}",
                 "Pass the largest size that is ever sent, or None",
             )
         declared = self._broadcasts
-        if declared.at_most not in (-1, at_most):
+        if declared.at_most not in (-1, size):
             raise ConfigError(
                 call,
-                f"at_most = {at_most} differs from the {declared.at_most} that channel "
+                f"at_most = {size} differs from the {declared.at_most} that channel "
                 f"{self._broadcast_channel!r} began with",
                 "Pass the same in all calls on a channel, or use another channel",
             )
-        declared.at_most = at_most
-        return at_most
+        declared.at_most = size
+        return size
 
     def _fan_out(self, operations: Sequence[Operation], outgoing: Outgoing) -> list[Handle]:
         """Post one message to every peer; a peer that is lost fails its own handle only."""
@@ -264,8 +269,14 @@ class Posting:
 
 def checked_tag(tag: int) -> str:
     """The lane tag of a caller's `tag`; raises `ConfigError` for what is none."""
-    if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag <= MAX_TAG:
+    number = integer(tag)
+    if number is None or not 0 <= number <= MAX_TAG:
         raise ConfigError(
             "tag", f"{tag!r} is not an integer from 0 to {MAX_TAG}", "Use a smaller tag"
         )
-    return str(tag)
+    return str(number)
+
+
+def checked_object_tag(tag: int) -> str:
+    """As `checked_tag`, for objects and dicts, which have lanes of their own."""
+    return objects(checked_tag(tag))

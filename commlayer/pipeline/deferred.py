@@ -15,6 +15,7 @@ from torch import Tensor
 
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
+from commlayer.wire.integers import integer
 
 
 class Broadcasts(Protocol):
@@ -166,7 +167,7 @@ class DeferredBroadcast:
                 step, "the source posts a tensor and no other rank does",
                 f"Pass a tensor on rank {self.src} only",
             )  # fmt: skip
-        self._begin(step, timeout)
+        step = self._begin(step, timeout)
         agreed = tuple(agreed)
         if tensor is not None:
             self.sent = self._broadcast(
@@ -180,7 +181,7 @@ class DeferredBroadcast:
 
     def skip(self, step: int, *, timeout: float | None = None) -> None:
         """Say that `step` has no result.  Every rank says so; no message is sent."""
-        self._begin(step, timeout)
+        step = self._begin(step, timeout)
         self._slot = _Skipped(step)
         self._last = step
 
@@ -236,21 +237,23 @@ class DeferredBroadcast:
         )
         return handle
 
-    def _begin(self, step: int, timeout: float | None) -> None:
+    def _begin(self, step: int, timeout: float | None) -> int:
         self._check_open(step)
-        if isinstance(step, bool) or not isinstance(step, int) or step <= self._last:
+        number = integer(step)
+        if number is None or number <= self._last:
             raise self._misuse(
                 step, f"the last step was {self._last}: steps are integers that grow",
                 "Post or skip each step once",
             )  # fmt: skip
         if self.pending is None:
-            return
+            return number
         if not self._drains:
             raise self._misuse(
                 step, f"step {self.pending} was not taken and would be overwritten",
                 "Take it first, or use on_pending='drain'",
             )  # fmt: skip
         self.take(timeout)
+        return number
 
     def _matched(self, slot: _PostedSlot, timeout: float | None) -> Tensor:
         """The tensor of the step of `slot`, from the source's next message or a later one."""

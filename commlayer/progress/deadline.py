@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from numbers import Real
 
 
 class Deadline:
@@ -31,8 +32,9 @@ def checked_timeout(timeout: float | None) -> float | None:
     """`timeout` in seconds; raises `ValueError` for a negative number, NaN or no number."""
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+    if isinstance(timeout, bool) or not isinstance(timeout, Real):  # NumPy's numbers are such
         raise ValueError(f"timeout must be a number of seconds or None, not {timeout!r}")
-    if timeout < 0 or timeout != timeout:
+    seconds = float(timeout)
+    if seconds < 0 or seconds != seconds:
         raise ValueError(f"timeout must not be negative or NaN, got {timeout!r}")
-    return float(timeout) if timeout < threading.TIMEOUT_MAX else None
+    return seconds if seconds < threading.TIMEOUT_MAX else None

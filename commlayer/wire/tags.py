@@ -15,13 +15,21 @@ SLICES = "slices"
 CONTROL_LANE = ("control", "control")
 """Channel and tag of the library's own messages."""
 
+
+def objects(tag: str) -> str:
+    """The tag of the lane of objects and dicts with a caller's `tag`; `OBJECTS` for 0."""
+    return OBJECTS if tag == "0" else f"{OBJECTS}:{tag}"
+
+
 RESERVED = ".reserved"
 """Follows the tag of a lane in the name of its device lane for messages of one declared size."""
 
-_RESERVED = (OBJECTS, BROADCAST, CONTROL_LANE[1], SLICES)
+_RESERVED = (BROADCAST, CONTROL_LANE[1], SLICES)
 _CODE_BITS = 17
 _SLOT_BITS = 3
-_NUMBER = re.compile("0|[1-9][0-9]{0,4}")
+_OWN = (1 << 10) - 1
+"""In place of a channel: the library's own lanes of all channels.  There are fewer channels."""
+_NUMBERED = re.compile(f"0|(?:{OBJECTS}:)?[1-9][0-9]{{0,4}}")
 
 
 class TagMap:
@@ -37,8 +45,14 @@ class TagMap:
 
     def native(self, channel: str, tag: str) -> int:
         """The native tag of the headers of lane (`channel`, `tag`)."""
-        code = _RESERVED.index(tag) if tag in _RESERVED else len(_RESERVED) + int(tag)
-        return (self._index[channel] << (_CODE_BITS + _SLOT_BITS)) | code
+        index = self._index[channel]
+        if tag in _RESERVED:
+            index, code = _OWN, index * len(_RESERVED) + _RESERVED.index(tag)
+        elif tag.startswith(OBJECTS):
+            code = MAX_TAG + 1 + int(tag[len(OBJECTS) + 1 :] or 0)
+        else:
+            code = int(tag)
+        return (index << (_CODE_BITS + _SLOT_BITS)) | code
 
     @staticmethod
     def payload(native: int, slot: int) -> int:
@@ -47,6 +61,8 @@ class TagMap:
 
     def valid(self, channel: str, tag: str) -> bool:
         """Whether the lane can exist; for names that come from a peer."""
-        return channel in self._index and (
-            tag in _RESERVED or (_NUMBER.fullmatch(tag) is not None and int(tag) <= MAX_TAG)
-        )
+        if channel not in self._index:
+            return False
+        if tag == OBJECTS or tag in _RESERVED:
+            return True
+        return _NUMBERED.fullmatch(tag) is not None and int(tag.rpartition(":")[2]) <= MAX_TAG
