@@ -18,50 +18,25 @@ from dataclasses import dataclass, field
 from importlib.metadata import Distribution, EntryPoint
 from typing import TYPE_CHECKING
 
-import pluggy
-
-from commlayer.backend import PLUGIN_API, Backend, Viability
+from commlayer.backend import Backend
 from commlayer.errors import CommError, ErrorKind
 from commlayer.forks import let_go_in_child
-from commlayer.hooks import PROJECT, Hooks
-from commlayer.semantics import Semantics
+from commlayer.loading import (
+    AUTO,
+    Claim,
+    LoadedBackend,
+    checked,
+    describe,
+    load_plugin,
+    plugin_manager,
+)
 
 if TYPE_CHECKING:
     from pluggy import HookRelay
 
 GROUP = "commlayer.backends"
-AUTO = "auto"
 
 _log = logging.getLogger("commlayer")
-
-
-@dataclass(frozen=True)
-class LoadedBackend:
-    """A backend that passed every check, and where it came from.
-
-    `plugin` is the module whose hooks count while the backend is in use, or
-    ``None`` for a backend that was added in this process.
-    """
-
-    backend: Backend
-    distribution: str
-    version: str
-    plugin: object | None = field(default=None, repr=False)
-
-    @property
-    def origin(self) -> str:
-        """Distribution and version, for messages."""
-        return f"{self.distribution} {self.version}".rstrip()
-
-    def viability(self) -> Viability:
-        """The backend's own answer; one that raises or answers nonsense is not viable."""
-        try:
-            answer: object = self.backend.viability()
-        except Exception as error:
-            return Viability(False, f"viability() raised {_describe(error)}")
-        if not isinstance(answer, Viability):
-            return Viability(False, f"viability() returned {answer!r}, not a Viability")
-        return answer
 
 
 @dataclass(frozen=True)
@@ -83,31 +58,6 @@ class Entry:
     loaded: LoadedBackend | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True)
-class _Claim:
-    """One provider of a name: an entry point of a distribution, or a backend of this process."""
-
-    name: str
-    distribution: str
-    version: str
-    provider: EntryPoint | LoadedBackend
-
-    @property
-    def origin(self) -> str:
-        return f"{self.distribution} {self.version}".rstrip()
-
-    @property
-    def cure(self) -> str:
-        return (
-            f"Repair, upgrade or uninstall {self.distribution} "
-            f"(this commlayer has plugin API {PLUGIN_API})"
-        )
-
-    def refuse(self, cause: str, cure: str = "") -> CommError:
-        operation = f"load backend {self.name!r}"
-        return CommError(ErrorKind.PLUGIN, operation, cause, cure or self.cure)
-
-
 class Registry:
     """The backends that can be named, and the hooks of engines.
 
@@ -119,7 +69,7 @@ class Registry:
 
     def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
         self._entry_points = None if entry_points is None else list(entry_points)
-        self._added: list[_Claim] = []
+        self._added: list[Claim] = []
         self._loaded: dict[tuple[EntryPoint, str, str], LoadedBackend] = {}
         self._engines: list[object] = []
         self._lock = let_go_in_child(threading.RLock())
@@ -134,8 +84,8 @@ class Registry:
         Raises `CommError` (PLUGIN) where it fails the checks of a plugin.
         """
         loaded = LoadedBackend(backend, "this process", "")
-        claim = _Claim(str(getattr(backend, "name", "")), "this process", "", loaded)
-        _checked(backend, claim)
+        claim = Claim(str(getattr(backend, "name", "")), "this process", "", loaded)
+        checked(backend, claim)
         with self._lock:
             self._added.append(claim)
 
@@ -146,12 +96,12 @@ class Registry:
         Raises `CommError` (PLUGIN) when one does not fit its specification.
         """
         try:
-            _manager().register(engine)
+            plugin_manager().register(engine)
         except Exception as error:
             raise CommError(
                 ErrorKind.PLUGIN,
                 f"register the hooks of {engine!r}",
-                _describe(error),
+                describe(error),
                 "Correct the hook implementation",
             ) from error
         with self._lock:
@@ -168,7 +118,7 @@ class Registry:
 
         `specifications` are classes of further hooks, which a tool adds to the library's.
         """
-        manager = _manager(*specifications)
+        manager = plugin_manager(*specifications)
         if selected is not None and selected.plugin is not None:
             manager.register(selected.plugin)
         with self._lock:
@@ -237,7 +187,7 @@ class Registry:
                 _log.log(unusable, "backend %r not selected: %s", entry.name, why)
         return best.loaded
 
-    def _entry(self, name: str, claims: list[_Claim]) -> Entry:
+    def _entry(self, name: str, claims: list[Claim]) -> Entry:
         distribution = ", ".join(claim.distribution for claim in claims)
         version = ", ".join(claim.version for claim in claims)
         try:
@@ -257,7 +207,7 @@ class Registry:
             loaded,
         )
 
-    def _load(self, name: str, claims: list[_Claim]) -> LoadedBackend:
+    def _load(self, name: str, claims: list[Claim]) -> LoadedBackend:
         if len(claims) > 1:
             raise _ambiguous(name, claims)
         (claim,) = claims
@@ -266,14 +216,17 @@ class Registry:
         key = (claim.provider, claim.distribution, claim.version)
         with self._lock:
             if key not in self._loaded:
-                self._loaded[key] = _load_plugin(claim, claim.provider)
+                self._loaded[key] = load_plugin(claim, claim.provider)
             return self._loaded[key]
 
-    def _claims(self) -> dict[str, list[_Claim]]:
+    def _claims(self) -> dict[str, list[Claim]]:
         points = _installed() if self._entry_points is None else self._entry_points
-        claims: dict[str, list[_Claim]] = {}
+        claims: dict[str, list[Claim]] = {}
         for point in points:
-            claim = _Claim(point.name, *_origin(point.dist), point)
+            if not point.name.isprintable():
+                _log.warning("entry point %r ignored: its name is not printable", point.name)
+                continue
+            claim = Claim(point.name, *_origin(point.dist), point)
             claims.setdefault(point.name, []).append(claim)
         with self._lock:
             added = list(self._added)
@@ -286,14 +239,6 @@ class Registry:
 def default_registry() -> Registry:
     """The registry of this process: what is installed, and what was added to it."""
     return Registry()
-
-
-def _manager(*specifications: type) -> pluggy.PluginManager:
-    """A fresh plugin manager that knows the hook specifications."""
-    manager = pluggy.PluginManager(PROJECT)
-    for specification in (Hooks, *specifications):
-        manager.add_hookspecs(specification)
-    return manager
 
 
 def _installed() -> list[EntryPoint]:
@@ -312,7 +257,7 @@ def _installed() -> list[EntryPoint]:
             name, version = _origin(distribution)
             points = [point for point in distribution.entry_points if point.group == GROUP]
         except Exception as error:
-            _log.warning("entry points of %s %s ignored: %s", name, version, _describe(error))
+            _log.warning("entry points of %s %s ignored: %s", name, version, describe(error))
         found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), points)
     return [point for points in found.values() for point in points]
 
@@ -328,70 +273,6 @@ def _origin(distribution: Distribution | None) -> tuple[str, str]:
         return "unknown distribution", ""
 
 
-def _load_plugin(claim: _Claim, point: EntryPoint) -> LoadedBackend:
-    where = f"{point.value} of {claim.origin}"
-    try:
-        plugin = point.load()
-    except (Exception, SystemExit) as error:
-        raise claim.refuse(f"importing {where} raised {_describe(error)}") from error
-    manager = _manager()
-    try:
-        manager.register(plugin)
-    except Exception as error:
-        raise claim.refuse(f"{where} is not a usable plugin: {_describe(error)}") from error
-    if not manager.hook.commlayer_backend.get_hookimpls():
-        raise claim.refuse(
-            f"{where} has no hook implementation commlayer_backend()",
-            f"Mark it with @commlayer.hookimpl, or uninstall {claim.distribution}",
-        )
-    try:
-        answers = manager.hook.commlayer_backend()
-    except (Exception, SystemExit) as error:
-        raise claim.refuse(
-            f"commlayer_backend() of {claim.origin} raised {_describe(error)}"
-        ) from error
-    backend = _checked(answers[0] if answers else None, claim)
-    return LoadedBackend(backend, claim.distribution, claim.version, plugin)
-
-
-def _checked(backend: object, claim: _Claim) -> Backend:
-    """Return `backend`; raise unless it is a `Backend` of the claimed name for this plugin API."""
-    if not isinstance(backend, Backend):
-        raise claim.refuse(f"{claim.origin} provides {backend!r}, not a commlayer.backend.Backend")
-    _check_plugin_api(getattr(backend, "plugin_api", None), claim)
-    name: object = getattr(backend, "name", None)
-    if name != claim.name or name in ("", AUTO):
-        raise claim.refuse(
-            f"{claim.origin} provides a backend named {name!r} under the name {claim.name!r}"
-        )
-    semantics: object = getattr(backend, "semantics", None)
-    if not isinstance(semantics, Semantics):
-        raise claim.refuse(
-            f"{claim.origin} declares semantics {semantics!r}, not a commlayer.semantics.Semantics"
-        )
-    priority: object = backend.priority
-    if not isinstance(priority, int):
-        raise claim.refuse(f"{claim.origin} declares priority {priority!r}, not an int")
-    return backend
-
-
-def _check_plugin_api(declared: object, claim: _Claim) -> None:
-    match declared:
-        case (int(lowest), int(highest)):
-            if lowest <= PLUGIN_API <= highest:
-                return
-            written = f"{lowest}" if lowest == highest else f"{lowest} to {highest}"
-            raise claim.refuse(
-                f"{claim.origin} was written for plugin API {written}; "
-                f"this commlayer has {PLUGIN_API}",
-                f"Upgrade {claim.distribution if highest < PLUGIN_API else 'commlayer'}",
-            )
-        case _:
-            raise claim.refuse(
-                f"{claim.origin} declares plugin_api {declared!r}, not (lowest, highest)"
-            )
-
-
 def _unknown(name: str, known: list[str]) -> CommError:
     near = difflib.get_close_matches(name, known, n=1)
     hints = [f"Did you mean {near[0]!r}?"] if near else []
@@ -405,7 +286,7 @@ def _unknown(name: str, known: list[str]) -> CommError:
     )
 
 
-def _ambiguous(name: str, claims: list[_Claim]) -> CommError:
+def _ambiguous(name: str, claims: list[Claim]) -> CommError:
     origins = [claim.origin for claim in claims]
     return CommError(
         ErrorKind.PLUGIN,
@@ -430,8 +311,3 @@ def _none_viable(entries: list[Entry]) -> CommError:
         + "; ".join(f"{entry.name}: {entry.reason}" for entry in entries),
         "; ".join(f"{e.name}: {e.install}" for e in entries if e.install) or "Install another one",
     )
-
-
-def _describe(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from commlayer.backend import Endpoint, Transport, World
+from commlayer.backend import World
 from commlayer.bootstrap import at_exit
 from commlayer.bootstrap.hello import Hello, agree
 from commlayer.bootstrap.launch import Generation, explicit_generation, launched_generation
@@ -26,6 +26,7 @@ from commlayer.errors import CommError, ErrorKind
 from commlayer.lanes.connection import Connection
 from commlayer.lanes.context import Prefetch
 from commlayer.liveness.meeting import Meeting, PeerLink
+from commlayer.loading import LoadedBackend
 from commlayer.observe.observation import Observation
 from commlayer.progress.choose import choose_progress
 from commlayer.progress.ledger import Ledger
@@ -34,7 +35,7 @@ from commlayer.progress.reaping import ReapingPolicy, reaping_policy
 from commlayer.progress.retention import RetentionPolicy, retention_policy
 from commlayer.progress.runtime import Runtime, ThreadRuntime
 from commlayer.progress.serialized import SerializedEndpoint
-from commlayer.registry import LoadedBackend, Registry, default_registry
+from commlayer.registry import Registry, default_registry
 from commlayer.semantics import Order, PostMayBlock, Semantics, Threads, WaitBlocks
 from commlayer.session import Session
 from commlayer.wire.frame import WIRE_VERSION
@@ -114,7 +115,8 @@ def connect_world(
     generation = generation or launched_generation()
     runtime = runtime or ThreadRuntime()
     registry = registry or default_registry()
-    host = _host(loaded, registry).backend
+    loaded_host = _host(loaded, registry)
+    host = loaded_host.backend
     _check_supported(host.semantics, host.name)
     if host is not backend and semantics.threads is Threads.FUNNELED:
         raise CommError(
@@ -163,8 +165,10 @@ def connect_world(
             world, hellos, links = stack.enter_context(_met(rendezvous, hello, config))
         options = dict(config.options)
         host_options = options if host is backend else options.pop("host", {})
-        transport = host.open(world, host_options)
-        endpoint = _endpoint(transport, host.semantics, runtime)
+        transport = loaded_host.open(world, host_options)
+        endpoint = loaded_host.endpoint(transport, "p2p")
+        if host.semantics.threads is Threads.SERIALIZED:
+            endpoint = SerializedEndpoint(endpoint, runtime)
         device: DeviceSide | None = None
 
         ledger = Ledger(runtime, reaping, config, progress)
@@ -274,13 +278,6 @@ def _serial(semantics: Semantics) -> bool:
         or facts.post_may_block is not PostMayBlock.NEVER
         or semantics.threads is Threads.FUNNELED
     )
-
-
-def _endpoint(transport: Transport, semantics: Semantics, runtime: Runtime) -> Endpoint:
-    endpoint = transport.endpoint("p2p")
-    if semantics.threads is Threads.SERIALIZED:
-        return SerializedEndpoint(endpoint, runtime)
-    return endpoint
 
 
 @functools.cache

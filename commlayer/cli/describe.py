@@ -11,7 +11,7 @@ from commlayer.cli.facts import fact_line, fact_value, remark
 from commlayer.cli.output import JSON, plain, print_json
 
 if TYPE_CHECKING:
-    from commlayer.registry import LoadedBackend
+    from commlayer.loading import LoadedBackend
     from commlayer.semantics import Semantics
 
 KINDS = ("p2p", "collective")
@@ -50,7 +50,7 @@ def _report(loaded: LoadedBackend) -> dict[str, Any]:
         "viable": viability.ok,
         "reason": viability.reason,
         "install": viability.install,
-        "versions": dict(backend.versions()),
+        "versions": loaded.versions(),
         "facts": backend.semantics.facts(),
         "sources": _sources(loaded),
     }

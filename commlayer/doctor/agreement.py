@@ -60,7 +60,7 @@ def own(registry: Registry) -> Credentials:
     must = {"wire version": WIRE_VERSION, "backend in use": loaded.backend.name}
     must |= {f"config {key}": keys[key] for key in _MUST}
     must |= {f"fact {fact}": value for fact, value in _flat(loaded.backend.semantics.facts())}
-    should |= {f"version of {k}": str(v) for k, v in loaded.backend.versions().items()}
+    should |= {f"version of {k}": str(v) for k, v in loaded.versions().items()}
     should |= {f"config {k}": v for k, v in keys.items() if k not in (*_MUST, *_NOT_SHARED)}
     return Credentials(host, pid, _plain(must), _plain(should))
 

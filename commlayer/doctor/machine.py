@@ -59,7 +59,7 @@ def facts(entries: list[Entry]) -> dict[str, Any]:
                 "reason": entry.reason,
                 "versions": {}
                 if entry.loaded is None
-                else {k: str(v) for k, v in entry.loaded.backend.versions().items()},
+                else {k: str(v) for k, v in entry.loaded.versions().items()},
             }
             for entry in entries
         },

@@ -30,8 +30,9 @@ from commlayer.config import CommConfig
 from commlayer.device.backend import PairEndpoint, StreamBackend
 from commlayer.device.device import DeviceEvent, DeviceRuntime
 from commlayer.errors import CommError
+from commlayer.loading import LoadedBackend
 from commlayer.progress.runtime import ThreadRuntime
-from commlayer.registry import LoadedBackend, Registry
+from commlayer.registry import Registry
 from commlayer.semantics import Semantics
 
 RANK_LIMIT = 60.0

@@ -27,7 +27,8 @@ from commlayer.backend import World as BackendWorld
 from commlayer.bootstrap.connector import connect_world
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
-from commlayer.registry import LoadedBackend, Registry
+from commlayer.loading import LoadedBackend
+from commlayer.registry import Registry
 from commlayer.semantics import Capture
 
 SCHEDULES = 30

@@ -24,13 +24,14 @@ from commlayer.bootstrap.connector import connect_world
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
+from commlayer.loading import LoadedBackend
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import DevicePart, LaneKey, Operation
 from commlayer.progress.reaping import BackgroundReaping, GateOnDevice, ReapingPolicy
 from commlayer.progress.retention import DeviceHold
 from commlayer.progress.runtime import ThreadRuntime
 from commlayer.progress.waiter import WaiterProgress
-from commlayer.registry import LoadedBackend, Registry
+from commlayer.registry import Registry
 from commlayer.semantics import Semantics, Threads
 
 

@@ -35,7 +35,8 @@ from commlayer.cli import build
 from commlayer.config import CommConfig
 from commlayer.device.backend import StreamBackend
 from commlayer.errors import CommError, ErrorKind
-from commlayer.registry import LoadedBackend, Registry, default_registry
+from commlayer.loading import LoadedBackend
+from commlayer.registry import Registry, default_registry
 from commlayer.semantics import OperationSemantics, Poll, Semantics, WaitBlocks
 
 

@@ -29,8 +29,9 @@ from commlayer.bootstrap.connector import connect_world
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
+from commlayer.loading import LoadedBackend
 from commlayer.progress.runtime import ThreadRuntime
-from commlayer.registry import LoadedBackend, Registry
+from commlayer.registry import Registry
 from commlayer.wire import message
 from commlayer.wire.frame import LOOSE, Kind, encode_body, encode_prefix, encode_shape
 from commlayer.wire.tags import OBJECTS, TagMap

@@ -8,7 +8,8 @@ from commlayer.backend import PLUGIN_API, Backend, Viability
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
 from commlayer.hooks import hookimpl
-from commlayer.registry import LoadedBackend, Registry, default_registry
+from commlayer.loading import LoadedBackend
+from commlayer.registry import Registry, default_registry
 from commlayer.semantics import Semantics
 
 

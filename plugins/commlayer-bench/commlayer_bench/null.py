@@ -17,7 +17,8 @@ from commlayer.backend import Backend, Endpoint, Transport, Viability, World
 from commlayer.bootstrap.connector import connect_world
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
-from commlayer.registry import LoadedBackend, Registry
+from commlayer.loading import LoadedBackend
+from commlayer.registry import Registry
 from commlayer.semantics import (
     Completion,
     DroppedWork,

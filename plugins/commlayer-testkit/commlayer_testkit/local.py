@@ -25,7 +25,8 @@ from commlayer.bootstrap.connector import connect_world
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.errors import CommError
-from commlayer.registry import LoadedBackend, Registry
+from commlayer.loading import LoadedBackend
+from commlayer.registry import Registry
 from commlayer.semantics import (
     Completion,
     DroppedWork,

@@ -111,7 +111,7 @@ def certify(
             "commlayer": _version("commlayer"),
             loaded.distribution: loaded.version,
             "python": platform.python_version(),
-            **loaded.backend.versions(),
+            **loaded.versions(),
         },
         host={"system": platform.system(), "machine": platform.machine()},
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from commlayer.backend import Backend
 from commlayer.device.backend import StreamBackend
 from commlayer.errors import CommError, ErrorKind
-from commlayer.registry import LoadedBackend, Registry, default_registry
+from commlayer.loading import LoadedBackend
+from commlayer.registry import Registry, default_registry
 from commlayer.semantics import Semantics
 from commlayer_testkit.conformance.rules import Level, Rule, all_rules
 from commlayer_testkit.hooks import KitHooks

@@ -8,7 +8,8 @@ import string
 from pathlib import Path
 
 from commlayer.errors import CommError, ErrorKind
-from commlayer.registry import AUTO, default_registry
+from commlayer.loading import AUTO
+from commlayer.registry import default_registry
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _TEMPLATES = {

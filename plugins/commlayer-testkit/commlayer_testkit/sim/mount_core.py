@@ -11,7 +11,8 @@ from commlayer.backend import World as BackendWorld
 from commlayer.bootstrap.connector import connect_world
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
-from commlayer.registry import LoadedBackend, Registry
+from commlayer.loading import LoadedBackend
+from commlayer.registry import Registry
 from commlayer_testkit.sim.mount_device import SimStreamBackend
 from commlayer_testkit.sim.profiles import Profile
 from commlayer_testkit.sim.rank import Rank
