@@ -84,12 +84,12 @@ def _print_facts(header: Sequence[str], facts: Iterable[Fact]) -> None:
 
 
 def _operation_facts(semantics: Semantics, sources: Mapping[str, str]) -> Iterator[Fact]:
-    from commlayer.cli._meanings import fact_meaning, value_meaning
+    from commlayer.semantics import OperationSemantics, meaning
 
     for fact in semantics.p2p.__struct_fields__:
         values = [getattr(getattr(semantics, kind), fact) for kind in KINDS]
-        said = [value_meaning(value) for value in values]
-        lines = [fact_meaning(fact, values[0])]
+        said = [_said(value) for value in values]
+        lines = [meaning(OperationSemantics, fact)]
         if values[0] == values[1]:
             lines.append(said[0])
         else:
@@ -101,15 +101,20 @@ def _operation_facts(semantics: Semantics, sources: Mapping[str, str]) -> Iterat
 
 
 def _transport_facts(semantics: Semantics, sources: Mapping[str, str]) -> Iterator[Fact]:
-    from commlayer.cli._meanings import fact_meaning, value_meaning
+    from commlayer.semantics import Semantics, meaning
 
     for fact in semantics.__struct_fields__:
         if fact not in KINDS:
             value = getattr(semantics, fact)
-            lines = [fact_meaning(fact, value), value_meaning(value)]
+            lines = [meaning(Semantics, fact), _said(value)]
             if source := sources.get(fact):
                 lines.append(f"source: {source}")
             yield (fact, fact_value(fact, value)), lines
+
+
+def _said(value: object) -> str:
+    """What a value of an enumerated fact says; empty for other values."""
+    return str(getattr(value, "description", ""))
 
 
 def _sources(loaded: LoadedBackend) -> dict[str, str]:

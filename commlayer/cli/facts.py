@@ -40,8 +40,6 @@ def fact_value(fact: str, value: object) -> str:
     """The value of the fact named `fact` in words."""
     if isinstance(value, Enum):
         return str(value.value)
-    if fact == "dtypes":
-        return "all" if value is None else plain(value) or "bytes only"
     if fact == "max_outstanding_per_pair" and value == 0:
         return "no limit"
     return plain(value)

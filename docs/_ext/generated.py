@@ -91,7 +91,7 @@ def _default(value: Any) -> str:
 def semantics() -> str:
     """Every fact with its values, weakest first, and what the backends declare."""
     from commlayer.registry import default_registry
-    from commlayer.semantics import OperationSemantics, Semantics
+    from commlayer.semantics import OperationSemantics, Semantics, meaning
 
     loaded = {
         name: default_registry().load(name).backend.semantics for name in default_registry().names()
@@ -107,21 +107,18 @@ def semantics() -> str:
         ("Of the transport", Semantics, ""),
     ):
         lines += [f"## {title}", ""]
-        documented = _attribute_docs(struct)
         hints = typing.get_type_hints(struct)
         for name in struct.__struct_fields__:
             if name in ("p2p", "collective"):
                 continue
             kind, default = hints[name], getattr(struct(), name)
             lines += [f"### {name}", ""]
-            text = documented.get(name) or (inspect.getdoc(kind) if _is_enum(kind) else "")
-            lines += [str(text).replace("``", "`"), ""]
+            lines += [meaning(struct, name).replace("``", "`"), ""]
             if _is_enum(kind):
-                meanings = _attribute_docs(kind)
                 for member in kind.__members__:
                     weakest = " (weakest, default)" if kind[member] is default else ""
-                    meaning = f": {meanings[member]}" if member in meanings else ""
-                    lines.append(f"- `{member}`{weakest}{meaning}")
+                    said = kind[member].description.replace("``", "`")
+                    lines.append(f"- `{member}`{weakest}: {said}")
             else:
                 lines.append(f"Default: `{default!r}`.")
             declared = ", ".join(
@@ -143,24 +140,6 @@ def _short(value: Any) -> str:
     if isinstance(value, tuple) and len(value) > 4:
         return f"{len(value)} names"
     return repr(value)
-
-
-def _attribute_docs(cls: type) -> dict[str, str]:
-    """The docstrings that follow attributes of `cls`, by name."""
-    import ast
-
-    (body,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for statement, text in zip(body.body, body.body[1:], strict=False):
-        if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
-            continue
-        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
-        if isinstance(statement, ast.AnnAssign):
-            target = statement.target
-        if isinstance(target, ast.Name):
-            found[target.id] = " ".join(str(text.value.value).replace("``", "`").split())
-    return found
 
 
 def hooks() -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from commlayer_testkit.local import WAITED, Hub, LocalBackend, LocalTransport, connect_rank
 
 import commlayer
 from commlayer.backend import Backend, Transport, Viability
 from commlayer.errors import CommError, ErrorKind
 from commlayer.registry import Registry
-from commlayer_testkit.local import WAITED, Hub, LocalBackend, LocalTransport, connect_rank
 
 
 def refused(registry: Registry, name: str) -> CommError:

@@ -29,8 +29,6 @@ WEAKER_FIRST = [
     ("p2p.eager_bytes", 0, 64),
     ("p2p.max_outstanding_per_pair", 1, 0),
     ("p2p.max_outstanding_per_pair", 1, 8),
-    ("p2p.dtypes", (), ("uint8", "int64")),
-    ("p2p.dtypes", ("int64",), None),
     ("devices", ("cpu",), ("cpu", "cuda")),
 ]
 
@@ -58,13 +56,8 @@ def test_a_fact_without_an_order_is_over_claimed_either_way(
     assert compare(fact, other, one, proven=True) is Verdict.OVER_CLAIMED
 
 
-def test_no_dtypes_means_bytes() -> None:
-    assert compare("p2p.dtypes", (), ("uint8",), proven=True) is Verdict.UNDER_CLAIMED
-    assert compare("p2p.dtypes", (), ("int64",), proven=True) is Verdict.OVER_CLAIMED
-
-
-def test_the_order_of_dtypes_does_not_matter() -> None:
-    assert compare("p2p.dtypes", ("b", "a"), ("a", "b"), proven=True) is Verdict.CORRECT
+def test_the_order_of_devices_does_not_matter() -> None:
+    assert compare("devices", ("b", "a"), ("a", "b"), proven=True) is Verdict.CORRECT
 
 
 def test_what_cannot_be_proven_can_only_refute() -> None:

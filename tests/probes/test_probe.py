@@ -76,11 +76,11 @@ def test_an_over_claim_is_reported_and_refuses_certification() -> None:
 
 def test_an_under_claim_is_reported_and_tells_what_could_be_declared() -> None:
     facts = ("p2p.poll", "p2p.order", "p2p.max_outstanding_per_pair", "p2p.dropped_work", "tags")
-    report = probe(claims.Modest(), facts=(*facts, "threads", "p2p.cancel"))
+    report = probe(claims.Modest(), facts=(*facts, "threads", "p2p.wait_repeatable"))
     under = report.with_verdict(Verdict.UNDER_CLAIMED)
     assert {fact.fact for fact in under} == set(facts)
     assert by_name(report)["p2p.order"].measured == "per_tag"
-    assert by_name(report)["p2p.cancel"].verdict is Verdict.CORRECT
+    assert by_name(report)["p2p.wait_repeatable"].verdict is Verdict.CORRECT
     assert by_name(report)["threads"].verdict is Verdict.NOT_MEASURED
     assert report.certifiable
 

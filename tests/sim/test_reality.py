@@ -103,11 +103,11 @@ def test_mpi_and_its_profile_agree(name: str, seed: int | None, mpi: Observed) -
 
 
 def test_the_mpi_profile_has_the_facts_of_the_plugin(mpi: Observed) -> None:
-    """Where both declare something; the simulator also plays MPI's collectives and cancelling."""
+    """Where both declare something; the simulator also plays MPI's collectives."""
     commlayer_mpi = pytest.importorskip("commlayer_mpi")
     declared, played = commlayer_mpi.SEMANTICS.facts(), profile("mpi").semantics.facts()
     differ = {name for name, fact in declared["p2p"].items() if played["p2p"][name] != fact}
-    assert differ <= {"cancel", "errors_polled"}
+    assert differ <= {"errors_polled"}
     assert {name for name in declared if declared[name] != played[name]} <= {"p2p", "collective"}
 
 

@@ -25,7 +25,7 @@ class Example(Backend):
     sources = {"p2p.poll": "tests/probe.py:1", "progress": "tests/probe.py:2"}  # noqa: RUF012
     semantics = Semantics(
         p2p=OperationSemantics(poll=Poll.NEVER_BEFORE_WAIT, completion=Completion.MATCHED),
-        collective=OperationSemantics(poll=Poll.EXACT, completion=Completion.MATCHED, dtypes=None),
+        collective=OperationSemantics(poll=Poll.EXACT, completion=Completion.MATCHED),
         progress=Progress.AUTONOMOUS,
     )
 

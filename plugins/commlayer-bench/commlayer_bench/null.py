@@ -44,7 +44,6 @@ def semantics(poll: Poll) -> Semantics:
             max_outstanding_per_pair=0,
             completion=Completion.LOCAL,
             eager_bytes=1 << 30,
-            dtypes=None,
         ),
         progress=Progress.AUTONOMOUS,
         threads=Threads.MULTIPLE,

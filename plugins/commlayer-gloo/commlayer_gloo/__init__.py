@@ -37,21 +37,13 @@ from commlayer.semantics import (
 )
 
 _FOREVER = timedelta(days=3650)
-_CARRIES_COMPLEX = ("2.11.", "2.13.", "2.14.", "2.15.")
-_PROBED = ("2.8.", *_CARRIES_COMPLEX)
-
-COLLECTIVE_DTYPES: tuple[str, ...] = (
-    "bool", "int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64",
-)  # fmt: skip
-if torch.__version__.startswith(_CARRIES_COMPLEX):
-    COLLECTIVE_DTYPES += ("complex32", "complex64", "complex128")
+_PROBED = ("2.8.", "2.11.", "2.13.", "2.14.", "2.15.")
 
 SEMANTICS = Semantics(
     p2p=OperationSemantics(
         poll=Poll.NEVER_BEFORE_WAIT if torch.__version__.startswith(_PROBED) else Poll.MAY_BE_EARLY,
         wait_blocks=WaitBlocks.HOST,
         wait_repeatable=False,
-        wait_releasable=False,
         timeout=NativeTimeout.DESTRUCTIVE,
         dropped_work=DroppedWork.LOSES_MESSAGE,
         eager_bytes=0,
@@ -62,7 +54,6 @@ SEMANTICS = Semantics(
         size_mismatch=SizeMismatch.ABORTS,
         source_lifetime=SourceLifetime.REFERENCE,
         peer_loss=PeerLoss.NEXT_POST_ONLY,
-        dtypes=None,
     ),
     collective=OperationSemantics(
         poll=Poll.EXACT,
@@ -76,7 +67,6 @@ SEMANTICS = Semantics(
         completion=Completion.MATCHED,
         source_lifetime=SourceLifetime.REFERENCE,
         peer_loss=PeerLoss.NEXT_POST_ONLY,
-        dtypes=COLLECTIVE_DTYPES,
     ),
     progress=Progress.AUTONOMOUS,
     threads=Threads.MULTIPLE,
@@ -88,7 +78,6 @@ _MEASURED = "measured, torch 2.8.0 to 2.15.0, two processes over loopback"
 SOURCES = {
     "p2p.poll": f"{_MEASURED}: false after delivery until somebody waits",
     "p2p.wait_repeatable": f"{_MEASURED}: a second wait closes every pair of the group",
-    "p2p.wait_releasable": f"{_MEASURED}: neither abort, shutdown nor destroy releases it",
     "p2p.timeout": f"{_MEASURED}: an expired wait closes every pair of the group",
     "p2p.dropped_work": f"{_MEASURED}: the message is lost and later sends to the peer hang",
     "p2p.eager_bytes": f"{_MEASURED}: a send of one byte returns only when it is received",
@@ -97,14 +86,12 @@ SOURCES = {
     "p2p.size_mismatch": f"{_MEASURED}: too small a receive aborts the receiver's process",
     "p2p.source_lifetime": f"{_MEASURED}: bytes are read when the peer is ready, never copied",
     "p2p.peer_loss": f"{_MEASURED}: killed in mid-transfer, only the next post raises",
-    "p2p.dtypes": f"{_MEASURED}: every dtype tried, fp8 and unsigned included",
     "collective.poll": f"{_MEASURED}: truthful without a wait",
     "collective.timeout": f"{_MEASURED}: harmless, the wait can be retried",
     "collective.dropped_work": f"{_MEASURED}: safe",
     "collective.order": f"{_MEASURED}: broadcasts of one group in the order of their posts",
     "collective.completion": f"{_MEASURED}: complete only once the peer takes part",
     "collective.peer_loss": f"{_MEASURED}: killed in mid-transfer, only the next post raises",
-    "collective.dtypes": f"{_MEASURED}: fp8, int16, unsigned above 8 bits raise; complex on 2.8",
 }
 
 

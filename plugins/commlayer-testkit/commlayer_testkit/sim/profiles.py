@@ -1,9 +1,10 @@
 """Transports as data: what is known of them, in the vocabulary of `commlayer.semantics`.
 
 A `Profile` is a `Semantics` value, the same type that plugins declare, and the
-few numbers that are measured behaviour but no promise.  Sources: gloo, MPI and
-oneCCL on the CPU were measured on torch 2.13 with two processes on loopback;
-NCCL, XCCL and HCCL were read in the sources of their process groups and not run.
+few numbers that are measured behaviour but no promise.  Gloo's facts are those of its
+plugin, which probes measure.  Sources of the others: MPI and oneCCL on the CPU were
+measured with two processes on loopback; NCCL, XCCL and HCCL were read in the sources
+of their process groups.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 import msgspec
 
 from commlayer.errors import CommError, ErrorKind
+from commlayer.registry import default_registry
 from commlayer.semantics import (
     Completion,
     DroppedWork,
     NativeTimeout,
     OperationSemantics,
     Order,
-    PeerLoss,
     Poll,
     PostMayBlock,
     Progress,
@@ -46,62 +47,15 @@ class Profile:
     group_timeout: float = 1800.0
 
 
-_GLOO_P2P = OperationSemantics(
-    poll=Poll.NEVER_BEFORE_WAIT,
-    wait_blocks=WaitBlocks.HOST,
-    wait_repeatable=False,
-    timeout=NativeTimeout.DESTRUCTIVE,
-    dropped_work=DroppedWork.LOSES_MESSAGE,
-    eager_bytes=0,
-    post_may_block=PostMayBlock.NEVER,
-    order=Order.PER_TAG,
-    max_outstanding_per_pair=0,
-    completion=Completion.MATCHED,
-    size_mismatch=SizeMismatch.ABORTS,
-    source_lifetime=SourceLifetime.REFERENCE,
-    peer_loss=PeerLoss.NEXT_POST_ONLY,
-    dtypes=None,
-)
-_GLOO_COLLECTIVE = OperationSemantics(
-    poll=Poll.EXACT,
-    wait_repeatable=True,
-    timeout=NativeTimeout.SAFE,
-    dropped_work=DroppedWork.CONTINUES,
-    post_may_block=PostMayBlock.NEVER,
-    order=Order.IN_ORDER_STREAM,
-    max_outstanding_per_pair=0,
-    completion=Completion.MATCHED,
-    peer_loss=PeerLoss.NEXT_POST_ONLY,
-    dtypes=(
-        "bool",
-        "int8",
-        "uint8",
-        "int32",
-        "int64",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "complex32",
-        "complex64",
-        "complex128",
-    ),
-)
 GLOO = Profile(
     "gloo",
-    Semantics(
-        p2p=_GLOO_P2P,
-        collective=_GLOO_COLLECTIVE,
-        progress=Progress.AUTONOMOUS,
-        threads=Threads.MULTIPLE,
-        tags=True,
-    ),
-    "c10d gloo as measured: rendezvous at every size, the poll says no until waited",
+    default_registry().load("gloo").backend.semantics,
+    "c10d gloo as its plugin declares it: rendezvous at every size, the poll says no until waited",
 )
 GLOO_EARLY_POLL = Profile(
     "gloo_early_poll",
     msgspec.structs.replace(
-        GLOO.semantics, p2p=msgspec.structs.replace(_GLOO_P2P, poll=Poll.MAY_BE_EARLY)
+        GLOO.semantics, p2p=msgspec.structs.replace(GLOO.semantics.p2p, poll=Poll.MAY_BE_EARLY)
     ),
     "c10d gloo as reported elsewhere: the poll may say yes too early",
 )
@@ -194,8 +148,6 @@ MPI = Profile(
             order=Order.PER_TAG,
             max_outstanding_per_pair=0,
             size_mismatch=SizeMismatch.ERROR,
-            cancel=True,
-            dtypes=None,
         ),
         collective=OperationSemantics(
             poll=Poll.EXACT,
@@ -229,7 +181,6 @@ ONECCL_CPU = Profile(
             post_may_block=PostMayBlock.NEVER,
             order=Order.UNORDERED,
             max_outstanding_per_pair=1,
-            dtypes=None,
         ),
         progress=Progress.AUTONOMOUS,
         threads=Threads.MULTIPLE,

@@ -92,80 +92,6 @@ def _judge_errors_polled(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]
     return {"errors_polled": Measurement(value, evidence, len(polls))}
 
 
-def _play_release(here: ProbeRank, variant: str) -> None:
-    """Try everything that might end a wait from outside, on a wait that blocks for good."""
-    peer, work = _lose_peer(here, variant)
-    attempt = here.begin_wait(work)
-    attempt.join(0.3)
-    if variant == "mid-transfer":
-        os.kill(peer, signal.SIGKILL)
-        attempt.join(here.patience)
-    here.note("before", str(attempt) if attempt.ended else "pending")
-    tried = []
-    calls = here.link.releases(work)
-    here.keep(work, calls)
-    for name, call in calls:
-        if attempt.ended:
-            break
-        called = here.attempt(call)
-        attempt.join(here.patience)
-        tried.append(name if called.ok else f"{name} ({called})")
-        here.note("released", attempt.ended)
-        here.note("tried", list(tried))
-        here.note("by", name)
-    if variant != "mid-transfer":
-        os.kill(peer, signal.SIGKILL)
-
-
-def _judge_release(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
-    released, evidence = [], []
-    for variant, ranks in outcomes.items():
-        before = ranks[0]["before"]
-        if before != "pending":
-            evidence.append(f"{variant}: the wait {before} by itself")
-            continue
-        tried, freed = ranks[0].get("tried", []), ranks[0].get("released", False)
-        released.append(freed)
-        by = f"released by {ranks[0]['by']}" if freed else f"not by {', '.join(tried) or 'any'}"
-        evidence.append(f"{variant}: {by}")
-    value = bool(released) and all(released)
-    return {"wait_releasable": Measurement(value, tuple(evidence), len(outcomes))}
-
-
-def _play_cancel(here: ProbeRank, variant: str) -> None:
-    """Take a pending send back and post another: which one does the peer get?"""
-    if here.rank == 0:
-        work = here.link.isend(here.pattern(64, 1))
-        calls = {name: getattr(work, name, None) for name in ("cancel", "Cancel", "abort")}
-        found = {name: call for name, call in calls.items() if callable(call)}
-        here.note("work", type(work).__name__)
-        here.note("calls", list(found))
-        for call in found.values():
-            here.note("cancelled", str(here.attempt(call)))
-            here.attempt(lambda: here.link.isend(here.pattern(64, 2)))
-            break
-        here.tell("cancelled", bool(found))
-        here.hear("received")
-    else:
-        if here.hear("cancelled") == "True":
-            into = here.blank(64)
-            attempt = here.settle(here.link.irecv(into))
-            here.note("got second", attempt.ok and here.holds(into, 2))
-        here.tell("received")
-
-
-def _judge_cancel(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
-    sender, receiver = outcomes[""]
-    if not sender["calls"]:
-        evidence = f"the work ({sender['work']}) has no call for it"
-        return {"cancel": Measurement(False, (evidence,))}
-    taken = receiver["got second"]
-    evidence = f"{sender['calls'][0]}() of a pending send: " + (
-        "the peer got the next message" if taken else "the peer got it all the same"
-    )
-    return {"cancel": Measurement(bool(taken), (evidence,))}
-
-
 EXPERIMENTS = (
     Experiment(
         ("peer_loss",), _play_peer_loss, _judge_peer_loss, ("receive", "send", "mid-transfer")
@@ -173,6 +99,4 @@ EXPERIMENTS = (
     Experiment(
         ("errors_polled",), _play_errors_polled, _judge_errors_polled, ("receive", "mid-transfer")
     ),
-    Experiment(("wait_releasable",), _play_release, _judge_release, ("receive", "mid-transfer")),
-    Experiment(("cancel",), _play_cancel, _judge_cancel),
 )

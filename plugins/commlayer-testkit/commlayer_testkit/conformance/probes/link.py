@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -46,12 +46,6 @@ class Link(ABC):
     @abstractmethod
     def close(self) -> None:
         """End the communicator, pending operations or not."""
-
-    def releases(self, work: Any) -> list[tuple[str, Callable[[], Any]]]:
-        """What may end a wait for `work` from outside, by name, from gentle to rough."""
-        found = [(f"work.{name}", getattr(work, name, None)) for name in ("abort", "cancel")]
-        calls = [(name, call) for name, call in found if callable(call)]
-        return [*calls, ("close", self.close)]
 
     def wait_within(self, work: Any, seconds: float) -> None:
         """The work's own wait with a limit; only where `limits_waits` is true."""
@@ -106,13 +100,6 @@ class GroupLink(Link):
 
     def poll(self, work: Any) -> bool:
         return bool(work.is_completed())
-
-    def releases(self, work: Any) -> list[tuple[str, Callable[[], Any]]]:
-        group: Any = dist.group.WORLD
-        native = group._get_backend(torch.device(self.device))
-        own = [(f"group.{name}", getattr(native, name)) for name in ("abort", "shutdown")]
-        *gentle, close = super().releases(work)
-        return [*gentle, *own, close]
 
     def close(self) -> None:
         dist.destroy_process_group()

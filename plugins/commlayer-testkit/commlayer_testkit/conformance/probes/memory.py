@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -13,7 +12,6 @@ from commlayer.semantics import DroppedWork, SizeMismatch, SourceLifetime
 from commlayer_testkit.conformance.probes.experiment import (
     Experiment,
     Measurement,
-    Missing,
     Pair,
     unmeasured,
 )
@@ -174,7 +172,7 @@ def _judge_source(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
     return {"source_lifetime": Measurement(SourceLifetime.REFERENCE, evidence, 2)}
 
 
-# --- sizes, layouts, dtypes ---------------------------------------------------------------------
+# --- sizes and layouts ---------------------------------------------------------------------------
 
 
 def _play_mismatch(here: ProbeRank, variant: str) -> None:
@@ -243,51 +241,6 @@ def _judge_contiguous(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
     return {"contiguous_only": Measurement(not all(intact.values()), evidence, len(intact))}
 
 
-def dtypes_that_can_travel() -> dict[str, torch.dtype]:
-    """Every dtype of this torch by name, but quantised ones and those smaller than a byte."""
-    names = {str(v).removeprefix("torch."): v for v in vars(torch).values() if _is_plain(v)}
-    return dict(sorted(names.items()))
-
-
-def _is_plain(value: object) -> bool:
-    if not isinstance(value, torch.dtype):
-        return False
-    name = str(value).removeprefix("torch.")
-    whole = all(name != f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
-    return whole and not name.startswith(("q", "bits", "float4"))
-
-
-def _play_dtypes(here: ProbeRank, variant: str) -> None:
-    for tag, (name, dtype) in enumerate(dtypes_that_can_travel().items()):
-        buffer = here.pattern(64, tag) if here.rank == 0 else here.blank(64)
-        post = here.link.isend if here.rank == 0 else here.link.irecv
-        attempt = here.attempt(lambda p=post, b=buffer, d=dtype: here.link.wait(p(b.view(d))))
-        intact = attempt.ok and here.holds(buffer, tag)
-        here.note(name, {"intact": intact, "said": str(attempt)})
-        here.tell(f"{name}/{here.rank}", attempt.ended)
-        if not attempt.ended or here.hear(f"{name}/{1 - here.rank}") != "True":
-            return
-
-
-def _judge_dtypes(outcomes: Mapping[str, Pair]) -> dict[str, Measurement]:
-    sender, receiver = outcomes[""]
-    tried = dtypes_that_can_travel()
-    seen = {name: receiver.get(name) for name in tried}
-    if not any(seen.values()):
-        raise Missing(f"no dtype could be tried: rank 1 {receiver.ending}")
-    carried = tuple(name for name, note in seen.items() if note and note["intact"])
-    failed = [name for name, note in seen.items() if note and not note["intact"]]
-    untried = [name for name, note in seen.items() if not note]
-    evidence = [f"{len(carried)} of {len(tried)} carried intact"]
-    if failed:
-        said: Any = sender.get(failed[0], seen[failed[0]])
-        evidence.append(f"not: {', '.join(failed)}; {failed[0]}: {said['said']}")
-    if untried:
-        evidence.append(f"not tried after that: {', '.join(untried)}")
-    value = None if len(carried) == len(tried) else carried
-    return {"dtypes": Measurement(value, tuple(evidence), len(tried))}
-
-
 EXPERIMENTS = (
     Experiment(
         ("dropped_work",),
@@ -307,5 +260,4 @@ EXPERIMENTS = (
         ),
     ),
     Experiment(("contiguous_only",), _play_contiguous, _judge_contiguous, ("send", "receive")),
-    Experiment(("dtypes",), _play_dtypes, _judge_dtypes),
 )

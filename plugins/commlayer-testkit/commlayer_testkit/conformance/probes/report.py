@@ -108,8 +108,6 @@ def _draft_line(indent: str, name: str, value: Any, report: FactReport | None) -
 
 def plain(fact: str, value: Any) -> Any:
     """A fact's value as JSON has it."""
-    if fact.endswith("dtypes") and value is None:
-        return "all"
     return msgspec.to_builtins(value)
 
 
@@ -138,19 +136,11 @@ def _strength(name: str, declared: Any, measured: Any) -> int:
     if isinstance(declared, Enum):
         order = list(type(declared))
         return order.index(declared) - order.index(measured)
-    if name in ("dtypes", "devices"):
-        return _surplus(name, declared, measured)
+    if name == "devices":
+        more, less = set(declared) - set(measured), set(measured) - set(declared)
+        return 1 if more else -1 if less else 0
     if name == "max_outstanding_per_pair":
         return -1 if measured == 0 or 0 < declared < measured else 1
     if name == "contiguous_only":
         return -1 if declared else 1
     return -1 if declared < measured else 1
-
-
-def _surplus(name: str, declared: tuple[str, ...] | None, measured: tuple[str, ...] | None) -> int:
-    if declared is None:
-        return 1
-    if measured is None:
-        return -1
-    more = set(declared or (("uint8",) if name == "dtypes" else ())) - set(measured)
-    return 1 if more else -1 if set(measured) - set(declared) else 0
