@@ -47,7 +47,6 @@ WAITED = Semantics(
         order=Order.PER_TAG,
         max_outstanding_per_pair=0,
         completion=Completion.MATCHED,
-        dtypes=None,
     ),
     progress=Progress.AUTONOMOUS,
     threads=Threads.MULTIPLE,
