@@ -256,12 +256,14 @@ def connect_rank(
     rank: int,
     *,
     semantics: Semantics | None = None,
+    backend: Backend | None = None,
     registry: Registry | None = None,
     **settings: Any,
 ) -> Communicator:
     """Connect one rank of `hub`; blocks until the others connect.
 
-    `settings` are configuration keys; a policy may also be given as an object.
+    `backend` stands in for the hub's own.  `settings` are configuration keys; a policy may
+    also be given as an object.
     """
     policies = {
         key: settings.pop(key)
@@ -271,7 +273,7 @@ def connect_rank(
     config = CommConfig(**{**DEFAULTS, **settings})
     return connect_world(
         World(rank, hub.size, hub.store, config.connect_timeout),
-        LoadedBackend(LocalBackend(hub, semantics or hub.semantics), "tests", ""),
+        LoadedBackend(backend or LocalBackend(hub, semantics or hub.semantics), "this process", ""),
         config,
         registry=registry or Registry(entry_points=[]),
         **policies,
