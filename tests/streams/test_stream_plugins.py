@@ -118,6 +118,8 @@ def bindings(patch: pytest.MonkeyPatch, vendor: Vendor) -> StreamBackend:
     plugin = SimpleNamespace(creator_fn=vendor.group)
     patch.setitem(dist.Backend._plugins, "CCL", plugin)  # type: ignore[arg-type]
     xpu(patch)
+    # Turns are taken between processes, by threads; test_turns.py plays those.
+    patch.setattr(commlayer_oneccl, "TurnGroup", lambda group, store, rank: group)
     return prepared(patch, commlayer_oneccl, vendor)
 
 

@@ -38,6 +38,7 @@ from commlayer.semantics import (
     Threads,
     WaitBlocks,
 )
+from commlayer_oneccl.turns import TurnGroup
 
 _BINDINGS = "oneccl_bindings_for_pytorch"
 _EXTENSION = "intel_extension_for_pytorch"
@@ -92,8 +93,11 @@ XCCL_SOURCES = {
     "progress": f"{_READ}: kernels on the device",
 }
 _MEASURED = "measured on a build of the bindings for the CPU, 2025-11"
+_LOCK = "read in the bindings' dpcpp_ccl.cpp and utils.h, not run"
 BINDINGS_SOURCES = {
     "p2p.poll": f"{_MEASURED}: it waits inside (536 ms with a late peer)",
+    "p2p.post_may_block": f"{_LOCK}: one lock of the process from the post until completion, so "
+    "operations of a process go one at a time, each when both its ranks have come to it",
     "p2p.order": "measured on oneCCL's own library for the CPU: sends of one size to one peer "
     "overtook each other",
     "p2p.max_outstanding_per_pair": "follows from their order",
@@ -164,7 +168,8 @@ class BindingsBackend(_OneCclBackend):
             importlib.import_module(_EXTENSION)
         importlib.import_module(_BINDINGS)
         creator = dist.Backend._plugins["CCL"].creator_fn
-        return creator(PrefixStore(name, store), rank, 2, timeout)
+        group = creator(PrefixStore(name, store), rank, 2, timeout)
+        return TurnGroup(group, PrefixStore(f"{name}/turns", store), rank)
 
 
 def _has_xccl() -> bool:
