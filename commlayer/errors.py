@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
@@ -228,22 +227,3 @@ def _rebuild(
     error = cls.__new__(cls)
     CommError.__init__(error, kind, about, cause, cure)
     return error
-
-
-def out_of_descriptors(operation: str, error: BaseException) -> CommError | None:
-    """The error to raise if `error` says that no file descriptor is left, else ``None``.
-
-    Native code says so in words alone.
-    """
-    numbers = (errno.EMFILE, errno.ENFILE)
-    if getattr(error, "errno", None) not in numbers and not any(
-        sign in str(error) for sign in ("EMFILE", "ENFILE", "oo many open files")
-    ):
-        return None
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return CommError(
-        ErrorKind.CONFIG,
-        operation,
-        f"there are too few file descriptors ({first_line})",
-        "Raise the limit (ulimit -n)",
-    )

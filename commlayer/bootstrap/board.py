@@ -29,7 +29,7 @@ class Board:
     """Where this rank leaves its card and reads those of others.
 
     `absent` are the ranks that rank 0 is waiting for, as far as this rank knows, and `left`
-    the card of a rank 0 that has given up.  `told` is the error that came from another rank.
+    the card of a rank 0 that has given up.  `told` is what another rank has given up for.
     """
 
     def __init__(self, world: World, generation: Generation) -> None:
@@ -38,8 +38,9 @@ class Board:
         self.card = Card.of(world.size, generation)
         self.absent: list[int] = []
         self.left: Card | None = None
-        self.told: CommError | None = None
-        self.published = False
+        self.told: Failure | None = None
+        self.heard = b""
+        """The nonce of the last rank 0 that this rank has answered."""
         self.store: Any = world.store
         self._helper = Helper()
 
@@ -66,23 +67,26 @@ class Board:
 
     def lost(self, error: Exception) -> CommError:
         """The error of a store that has ended; what rank 0 gave up for, where it has said so."""
-        gone = self.left.gone if self.left is not None else None
-        if gone is not None:
-            return self.tell(gone)
-        waiting = f"; rank {listed(self.absent)} of {self.world.size} had not come"
+        left, note = self.left, ""
+        if left is not None and left.gone is not None:
+            if left.nonce == self.heard:
+                return self.tell(left.gone)
+            note = f"; rank 0 ({left.who}) had given up: {left.gone.cause}"
+        elif self.absent:
+            note = f"; rank {listed(self.absent)} of {self.world.size} had not come"
         return CommError(
             ErrorKind.PEER_LOST,
             "connect",
             f"{describe(self.store)} does not answer any more ({_first_line(error)}): rank 0, or "
-            f"the launcher that serves it, has ended{waiting if self.absent else ''}",
+            f"the launcher that serves it, has ended{note}",
             "See why it has ended, and connect again once it is back",
         )
 
     def publish(self, answers: bytes = b"") -> None:
         """Leave this rank's card, which `answers` rank 0's."""
         self.card = msgspec.structs.replace(self.card, answers=answers)
+        self.heard = answers or self.heard
         self.set(f"card/{self.world.rank}", encode(self.card))
-        self.published = True
 
     def check_own(self, own: Card | None) -> None:
         """Refuse to share a rank: only another live process overwrites this one's card."""
@@ -104,9 +108,9 @@ class Board:
         )
 
     def tell(self, failure: Failure) -> CommError:
-        """The error that another rank has left."""
-        self.told = failure.error()
-        return self.told
+        """The error that another rank has left; it stays the cause when this one gives up, too."""
+        self.told = failure
+        return failure.error()
 
     def brief(self, question: Callable[[Any], T]) -> T:
         """Ask the store something that matters to others only; raises `Late` after a moment."""

@@ -20,9 +20,10 @@ from commlayer.bootstrap.rendezvous import Rendezvous
 from commlayer.bootstrap.worlds import world_of_group, world_of_job
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
+from commlayer.descriptors import need_descriptors, out_of_descriptors
 from commlayer.device.backend import StreamBackend
 from commlayer.device.side import DeviceSide
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import CommError, ConfigError, ErrorKind
 from commlayer.lanes.connection import Connection
 from commlayer.lanes.context import Prefetch
 from commlayer.liveness.meeting import Meeting, PeerLink
@@ -43,6 +44,10 @@ from commlayer.wire.tags import TagMap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+_DESCRIPTORS = 8
+"""What liveness opens beside its connections (a listener, a pair to wake its thread), and spare
+ones for connections of strangers."""
 
 
 def connect(
@@ -72,24 +77,44 @@ def connect(
     UNSUPPORTED, TIMEOUT naming absent ranks, or PEER_LOST when a rank or the store is
     lost meanwhile.
     """
-    if not isinstance(config, CommConfig):
-        config = CommConfig.load(config)
-    attempt = None if generation is None else explicit_generation(generation)
-    at_exit.install()  # a start-up that is given up may leave a thread behind, too
-    registry = registry or default_registry()
-    config = registry.hooks().commlayer_configure(config=config) or config
-    loaded = registry.select(config.backend)
-    deadline = time.monotonic() + config.connect_timeout
-    world = world_of_job(config, loaded.backend) if group is None else world_of_group(config, group)
-    return connect_world(
-        dataclasses.replace(world, deadline=deadline),
-        loaded,
-        config,
-        registry=registry,
-        generation=attempt,
-        retention=retention,
-        reaping=reaping,
-    )
+    with _only_comm_errors():
+        if not isinstance(config, CommConfig):
+            config = CommConfig.load(config)
+        attempt = None if generation is None else explicit_generation(generation)
+        at_exit.install()  # a start-up that is given up may leave a thread behind, too
+        registry = registry or default_registry()
+        config = registry.hooks().commlayer_configure(config=config) or config
+        loaded = registry.select(config.backend)
+        deadline = time.monotonic() + config.connect_timeout
+        if group is None:
+            world = world_of_job(config, loaded.backend)
+        else:
+            world = world_of_group(config, group)
+        return connect_world(
+            dataclasses.replace(world, deadline=deadline),
+            loaded,
+            config,
+            registry=registry,
+            generation=attempt,
+            retention=retention,
+            reaping=reaping,
+        )
+
+
+@contextmanager
+def _only_comm_errors() -> Iterator[None]:
+    """Turn what torch, a plugin or a policy raises while connecting into a `CommError`."""
+    try:
+        yield
+    except CommError:
+        raise
+    except Exception as error:
+        failure = out_of_descriptors("connect", error) or ConfigError(
+            "connect",
+            f"{type(error).__name__}: {error}" if str(error) else type(error).__name__,
+            "See the traceback of the cause: torch, a plugin or a policy has raised it",
+        )
+        raise failure from error
 
 
 def connect_world(
@@ -243,6 +268,7 @@ def _met(
     A ``with`` block that fails closes the latter.
     """
     world = rendezvous.world
+    need_descriptors("connect", world.size + _DESCRIPTORS)
     with world.call(lambda: Meeting(world, config.peer_timeout, config.bind_address)) as meeting:
         said = rendezvous.meet(replace(hello, contact=meeting.contact).encode())
         hellos = agree(world.rank, hello, said)

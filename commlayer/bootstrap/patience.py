@@ -68,7 +68,15 @@ class Helper:
             thread = threading.Thread(
                 target=_serve, args=(self._calls,), name="commlayer start-up", daemon=True
             )
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise CommError(
+                    ErrorKind.CONFIG,
+                    "connect",
+                    f"this process cannot start a thread ({error})",
+                    "Raise the limit on processes and threads (ulimit -u), or free memory",
+                ) from error
             _threads.add(thread)
             self._thread = thread
         call = _Call(function)

@@ -26,7 +26,7 @@ from typing import TypeVar
 import msgspec
 
 from commlayer.backend import World
-from commlayer.bootstrap.board import LONGEST_PAUSE, Board, key, read
+from commlayer.bootstrap.board import LONGEST_PAUSE, Board, card_of, key, read
 from commlayer.bootstrap.cards import Card, Failure, decode_failure, encode
 from commlayer.bootstrap.follower import Follower
 from commlayer.bootstrap.launch import Generation
@@ -66,7 +66,7 @@ class Rendezvous:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None and error is not self._board.told:
+        if error is not None:
             self._leave(error)
         self._board.close()
 
@@ -117,17 +117,20 @@ class Rendezvous:
     def _leave(self, error: BaseException) -> None:
         """Say why this rank gives up.  Never raises, and takes no longer than a moment."""
         board = self._board
-        failure = Failure.of(self.world.rank, board.card, error)
+        failure = board.told or Failure.of(self.world.rank, board.card, error)
         try:
             if self._round:
                 self._object(self._round, failure)
-            elif board.published:
-                if failure.kind is not ErrorKind.TIMEOUT and board.card.answers:
-                    self._object(board.card.answers, failure)
-                gone = encode(msgspec.structs.replace(board.card, gone=failure))
-                board.brief(lambda store: store.set(f"card/{self.world.rank}", gone))
-                if self.world.rank == 0 and isinstance(error, Exception):
+                return
+            gone = encode(msgspec.structs.replace(board.card, gone=failure))
+            board.brief(lambda store: store.set(f"card/{self.world.rank}", gone))
+            if self.world.rank == 0:
+                if isinstance(error, Exception):
                     self._linger()
+            elif board.told is None and failure.kind is not ErrorKind.TIMEOUT:
+                leader = board.brief(lambda store: card_of(store, 0))
+                if leader is not None:
+                    self._object(leader.nonce, failure)
         except (Late, RuntimeError, OSError):
             pass  # the others will see that this rank is absent
 
@@ -143,6 +146,7 @@ class Rendezvous:
         leader, board = Leader(self._board), self._board
         deadline = time.monotonic() + _LINGER_SECONDS
         ranks = [rank for rank in range(1, self.world.size) if rank not in board.absent]
+        time.sleep(2 * LONGEST_PAUSE)  # by then every rank that waits has looked
         while ranks and time.monotonic() < deadline:
             cards = board.brief(partial(leader.look, ranks)).cards
             ranks = [

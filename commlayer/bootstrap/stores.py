@@ -13,7 +13,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from commlayer.bootstrap.launch import launcher_holds_store, refusal
 from commlayer.bootstrap.patience import Helper, Late, check_staying
-from commlayer.errors import CommError, CommTimeout, out_of_descriptors
+from commlayer.descriptors import out_of_descriptors
+from commlayer.errors import CommError, CommTimeout
 
 _TRY_SECONDS = 2.0
 """One try of torch's client, which by itself tries again without saying why."""

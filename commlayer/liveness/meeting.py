@@ -22,12 +22,12 @@ from typing import NamedTuple
 import msgspec
 
 from commlayer.backend import World
+from commlayer.descriptors import out_of_descriptors
 from commlayer.errors import (
     CommError,
     CommTimeout,
     ErrorKind,
     connection_with,
-    out_of_descriptors,
 )
 from commlayer.liveness import sockets
 

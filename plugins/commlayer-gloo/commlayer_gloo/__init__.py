@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from commlayer.backend import Backend, Endpoint, Transport, Viability, World
-from commlayer.errors import CommError, ErrorKind, out_of_descriptors
+from commlayer.descriptors import need_descriptors, out_of_descriptors
+from commlayer.errors import CommError, ErrorKind
 from commlayer.hooks import hookimpl
 from commlayer.semantics import (
     Completion,
@@ -36,6 +37,8 @@ from commlayer.semantics import (
     WaitBlocks,
 )
 
+_DESCRIPTORS = 8
+"""What a device and its group open beside their connections: 4, as measured, and as many spare."""
 _FOREVER = timedelta(days=3650)
 _PROBED = ("2.8.", "2.11.", "2.13.", "2.14.", "2.15.")
 
@@ -177,6 +180,8 @@ class GlooBackend(Backend):
                 f"unknown {', '.join(sorted(unknown))}",
                 "Known: interface",
             )
+        # Gloo's own thread ends the process when it cannot accept a connection.
+        need_descriptors("backend 'gloo'", world.size + _DESCRIPTORS)
         interface = options.get("interface") or os.environ.get("GLOO_SOCKET_IFNAME", "")
         try:
             device = _device(str(interface).split(",")[0])
