@@ -71,7 +71,7 @@ class Board:
         if left is not None and left.gone is not None:
             if left.nonce == self.heard:
                 return self.tell(left.gone)
-            note = f"; rank 0 ({left.who}) had given up: {left.gone.cause}"
+            note = f"; {left.gone.said()}"
         elif self.absent:
             note = f"; rank {listed(self.absent)} of {self.world.size} had not come"
         return CommError(

@@ -33,8 +33,10 @@ class Failure(msgspec.Struct, frozen=True):
         return cls(rank, card.who, ErrorKind.PEER_LOST, text, "See that rank")
 
     def error(self) -> CommError:
-        cause = f"rank {self.rank} ({self.who}) has given up: {self.cause}"
-        return CommError(self.kind, "connect", cause, self.cure)
+        return CommError(self.kind, "connect", self.said("has"), self.cure)
+
+    def said(self, tense: str = "had") -> str:
+        return f"rank {self.rank} ({self.who}) {tense} given up: {self.cause}"
 
 
 class Card(msgspec.Struct, frozen=True):

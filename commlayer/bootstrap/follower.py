@@ -92,7 +92,7 @@ class Follower:
                 "the same RANK, is of another job at this address, or went before this one"
             )
         elif left is not None and left.gone is not None:
-            note = f"rank 0 ({left.who}) had given up: {left.gone.cause}"
+            note = left.gone.said()
         elif leader is not None and leader.size != mine.size:
             note = f"rank 0 ({leader.who}) is of a world of {leader.size} ranks (WORLD_SIZE)"
         elif leader is not None and board.generation.differs(leader.generation):

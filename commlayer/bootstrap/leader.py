@@ -129,7 +129,7 @@ class Leader:
             if card is None or card.answers not in (b"", board.card.nonce):
                 continue
             if card.gone is not None:
-                notes.append(f"rank {rank} ({card.who}) had given up: {card.gone.cause}")
+                notes.append(card.gone.said())
             elif board.generation.differs(card.generation):
                 notes.append(f"rank {rank} ({card.who}) is of generation {card.generation.number}")
         return board.late(board.absent, "; ".join(notes))

@@ -248,8 +248,9 @@ def test_what_one_rank_fails_of_is_told_by_the_others(ranks: Ranks, failing: int
     processes[failing].say("go on")
     for rank, process in enumerate(processes):
         kind, text = process.hear(90)
-        assert kind == ErrorKind.CONFIG.value or failing == 0, text
-        assert "cannot listen at '203.0.113.1'" in text or "had given up" in text
+        # A rank that answers only after rank 0 has left finds it out at its own limit.
+        assert kind in (ErrorKind.CONFIG.value, ErrorKind.TIMEOUT.value)
+        assert "cannot listen at '203.0.113.1'" in text
         if rank != failing:
             assert f"rank {failing} (pid {processes[failing].pid} on" in text
 
@@ -266,10 +267,10 @@ def shared_environment(ranks: Ranks, size: int) -> list[dict[str, str]]:
 def tell_late(late: bool, settings: Any) -> None:
     if late:
         here.hear()
-        here.say(outcome(20.0, **settings))
+        here.say(outcome(10.0, **settings))
         return
     here.say("about to connect")
-    here.say(outcome(20.0))
+    here.say(outcome(10.0))
 
 
 def dies_in_transport() -> None:
