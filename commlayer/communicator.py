@@ -193,8 +193,7 @@ class Communicator:
         if self.config.check_slices:
             key = group._exchange.key(self._exchange_kind("check"))
             check_replicated(whole, value, group, key, where, self.config.full_timeout)
-        message = self._session.encoder.encode(operation, Kind.TENSOR_DICT, value)
-        return self._posting.send_message(operation, message)
+        return self._posting.send(call, Kind.TENSOR_DICT, value, dst, OBJECTS)
 
     def irecv_tensor_dict(
         self,

@@ -28,8 +28,7 @@ from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.wire.frame import Kind, protocol_error
 from commlayer.wire.modes import outside_modes, uncompiled
 from commlayer.wire.reader import Incoming
-from commlayer.wire.storage import bytes_of
-from commlayer.wire.tensors import as_bytes, sendable
+from commlayer.wire.tensors import as_bytes, bytes_of, sendable
 from commlayer.wire.values import register
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from commlayer.config import CommConfig
-from commlayer.wire.frame import LOOSE, Kind
-from commlayer.wire.message import Layouts, Outgoing
+from commlayer.wire.frame import UNSLOTTED, Kind
+from commlayer.wire.message import Layouts, Outgoing, SendPlan
 from commlayer.wire.values import pack
 
 
@@ -30,7 +30,7 @@ def messages(
 ) -> list[Tensor]:
     """The native messages, in order: header, long body, payload."""
     out = outgoing(kind, tensors, value, inline_bytes, step)
-    head, body = out.head(sequence, slot=LOOSE if out.payload else 0)
+    head, body = out.head(sequence, SendPlan(0, False, True, UNSLOTTED if out.payload else 0))
     return [head, *([] if body is None else [body]), *out.payload]
 
 

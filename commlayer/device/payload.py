@@ -27,8 +27,7 @@ from commlayer.progress.operation import DevicePart, LaneKey, Operation
 from commlayer.progress.retention import DeviceHold
 from commlayer.wire.frame import Kind, Placement, protocol_error
 from commlayer.wire.message import Layout, Outgoing, plain
-from commlayer.wire.reader import Incoming
-from commlayer.wire.schemas import Schema
+from commlayer.wire.reader import Incoming, Schema
 from commlayer.wire.tags import RESERVED
 from commlayer.wire.tensors import DTYPES, as_bytes, meta_of
 

@@ -13,8 +13,7 @@ from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.operation import Operation
 from commlayer.wire.frame import Kind, Placement
 from commlayer.wire.reader import Incoming
-from commlayer.wire.storage import has_memory
-from commlayer.wire.tensors import as_bytes, is_lazy_view, meta_of, plain_alias
+from commlayer.wire.tensors import as_bytes, has_memory, is_lazy_view, meta_of, plain_alias
 
 _CALLS = {
     Kind.TENSOR: "a tensor",
@@ -74,8 +73,8 @@ class MessageClaim:
             return self._mismatch(
                 f"the peer declared {_size(incoming.body.at_most)}, this rank {_size(self.at_most)}"
             )
-        size = sum(meta.nbytes for meta in incoming.body.tensors)
-        if self.at_most >= 0 and size > self.at_most:
+        size = incoming.schema.nbytes
+        if size > self.at_most >= 0:
             return self._mismatch(f"the peer sent {size} bytes and declared {self.at_most}")
         if self._target is not None:
             sent, mine = incoming.body.tensors[0], meta_of(self._target)
@@ -120,7 +119,7 @@ class MessageClaim:
     def value(self, incoming: Incoming) -> Any:
         if incoming.parsed is not None:
             return incoming.parsed.build(
-                [t for t in incoming.tensors if t is not None], self.operation.describe()
+                [t for t in incoming.tensors if t is not None], self.operation
             )
         tensor = incoming.tensors[0]
         if self._target is None:

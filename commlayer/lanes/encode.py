@@ -52,16 +52,18 @@ class Encoder:
         key = None
         if kind is Kind.TENSOR_DICT:
             if at_most < 0:
-                flat = self._layouts.flat(value)
-                if flat.known is not None:
-                    layout, packed = flat.known
-                    return self._message(operation, layout, flat.tensors, packed, step)
-                key = flat.key
+                found = self._layouts.recall(value)
+                if found.known is not None:
+                    layout, packed = found.known
+                    if not layout.apart:
+                        return Outgoing(layout, found.tensors, packed, step)
+                    return self._message(operation, layout, found.tensors, packed, step)
+                key = found.key
             value = as_dict(value, operation)
         packed, tensors = pack(value, self._config, operation)
         outgoing = self._encode(operation, kind, tensors, packed, step, at_most)
         if key is not None:
-            self._layouts.learn(key, outgoing.layout, packed)
+            self._layouts.remember(key, outgoing.layout, packed)
         return outgoing
 
     def _encode(

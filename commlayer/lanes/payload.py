@@ -13,8 +13,7 @@ from commlayer.backend import Endpoint
 from commlayer.errors import About, CommError, ErrorKind
 from commlayer.progress.claim import Claim
 from commlayer.progress.procedure import NativeWork, Procedure
-from commlayer.wire.reader import Incoming
-from commlayer.wire.schemas import Schema
+from commlayer.wire.reader import Incoming, Schema
 from commlayer.wire.tensors import TensorMeta, as_bytes, from_meta
 
 

@@ -81,10 +81,7 @@ class Posting:
     def send(self, call: str, kind: Kind, value: Any, dst: int, tag: str) -> Handle:
         """Post a send of `value` to rank `dst`."""
         operation = self.operation(call, dst, "send", tag)
-        return self.send_message(operation, self._encoder.encode(operation, kind, value))
-
-    def send_message(self, operation: Operation, outgoing: Outgoing) -> Handle:
-        """Post a message that was encoded for `operation`."""
+        outgoing = self._encoder.encode(operation, kind, value)
         key = operation.lane
         peer = self._peers[key.peer]
         error = peer.closed or peer.error

@@ -18,8 +18,9 @@ from commlayer.progress.claim import Claim
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.procedure import NativeWork, Procedure, Wait
 from commlayer.wire.frame import (
-    LOOSE,
+    LONG,
     PREFIX_BYTES,
+    UNSLOTTED,
     Kind,
     capacity,
     protocol_error,
@@ -182,7 +183,7 @@ class RecvLane:
                 del incoming, claim
                 yield None
                 yield from self._payload.throw_away_owed()
-                if slot > LOOSE:
+                if slot > UNSLOTTED:
                     self._payload.post_ahead(schema, slot)
                 self._reader.prepare(schema)
                 yield from self._throttle()
@@ -204,11 +205,11 @@ class RecvLane:
         """Read what arrived; ``None`` for a goodbye."""
         prefix = self._reader.prefix(header.view)
         end = PREFIX_BYTES
-        if prefix.long:
+        if prefix.flags & LONG:
             rest = bytearray(prefix.body)
             with torch.inference_mode(False):
                 tensor = torch.frombuffer(rest, dtype=torch.uint8)
-            yield NativeWork(self._endpoint, self._receive(tensor, LOOSE))
+            yield NativeWork(self._endpoint, self._receive(tensor, UNSLOTTED))
             data = memoryview(rest)
         else:
             end += prefix.body

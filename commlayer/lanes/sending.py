@@ -14,9 +14,8 @@ from commlayer.errors import CommError
 from commlayer.lanes.context import LaneContext, LaneOwner, driver_died
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.procedure import NativeWork, Procedure, Wait
-from commlayer.wire.frame import LOOSE, Kind
-from commlayer.wire.message import Outgoing, plain
-from commlayer.wire.schemas import SentSchemas
+from commlayer.wire.frame import UNSLOTTED, Kind
+from commlayer.wire.message import UNPLANNED, Outgoing, SentSchemas, plain
 from commlayer.wire.tags import TagMap
 
 _LINGER = 0.01
@@ -122,16 +121,14 @@ class SendLane:
 
     def _messages(self, outgoing: Outgoing) -> list[tuple[Tensor, int]]:
         """The native messages of `outgoing` in order, each with its tag."""
-        stamp = self._schemas.stamp(outgoing.layout, outgoing.value)
-        head, body = outgoing.head(
-            self._sequence, stamp.schema, named=stamp.named, value=stamp.value, slot=stamp.slot
-        )
+        plan = self._schemas.plan(outgoing.layout, outgoing.value)
+        head, body = outgoing.head(self._sequence, plan)
         messages = [(head, self._tag)]
         if body is not None:
-            messages.append((body, TagMap.payload(self._tag, LOOSE)))
+            messages.append((body, TagMap.payload(self._tag, UNSLOTTED)))
         if outgoing.payload:
-            tag = TagMap.payload(self._tag, stamp.slot)
-            messages.extend(_fillers(stamp.fillers, tag))
+            tag = TagMap.payload(self._tag, plan.slot)
+            messages.extend(_fillers(plan.fillers, tag))
             messages.extend((payload, tag) for payload in outgoing.payload)
         return messages
 
@@ -313,7 +310,7 @@ class SendLane:
     def _goodbye(self) -> list[tuple[Tensor, int]]:
         """The last message, and fillers for everything that the peer has posted ahead."""
         outgoing = plain(Kind.GOODBYE) if self._payload is None else self._payload.goodbye()
-        head, _ = outgoing.head(self._sequence, slot=0)
+        head, _ = outgoing.head(self._sequence, UNPLANNED)
         messages = [(head, self._tag), *_fillers(self._prefetch.headers - 1, self._tag)]
         for slot, count in self._schemas.in_use():
             messages.extend(_fillers(count, TagMap.payload(self._tag, slot)))

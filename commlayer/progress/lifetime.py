@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from commlayer.wire.storage import bytes_of, has_memory
+from commlayer.wire.tensors import bytes_of, has_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

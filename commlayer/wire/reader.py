@@ -7,27 +7,118 @@ receive of another size than the message kills the process on some transports.
 from __future__ import annotations
 
 import ctypes
+import zlib
+from functools import lru_cache
+from typing import Annotated
 
+import msgspec
+import torch
 from torch import Tensor
 
 from commlayer.config import CommConfig
 from commlayer.errors import About
 from commlayer.wire.frame import (
-    LOOSE,
+    CHECKSUM,
+    DEFINE,
+    EARNED_SLOTS,
+    FIELDS,
+    FLAGS,
+    KINDS,
+    LONG,
+    MAGIC,
+    MAX_SCHEMAS,
     PREFIX_BYTES,
+    UNSLOTTED,
+    VALUE,
+    WIRE_VERSION,
     Body,
     Kind,
     Placement,
     Prefix,
-    check_body,
-    decode_body,
-    decode_prefix,
+    fits_a_slot,
     protocol_error,
 )
-from commlayer.wire.schemas import ReceivedSchemas, Schema, is_named
+from commlayer.wire.tensors import DTYPES, TensorMeta
 from commlayer.wire.values import Parsed, parse
 
 _VALUES = (Kind.OBJECT, Kind.TENSOR_DICT)
+
+
+class Schema:
+    """What a header says of its tensors and value, checked.
+
+    `nbytes` is the size of all tensors, `inline` of those in the header message.
+    `parts` are shape, dtype, size in bytes and placement of each tensor, `payload`
+    the indices of those that are messages of their own, which may be received ahead if it
+    `may_have_slot`.  `reusable` is the parsed
+    value where it can be built any number of times.
+    """
+
+    __slots__ = (
+        "body",
+        "inline",
+        "kind",
+        "may_have_slot",
+        "nbytes",
+        "on_device",
+        "parts",
+        "payload",
+        "reserved",
+        "reusable",
+    )
+
+    def __init__(self, kind: Kind, body: Body, reusable: Parsed | None) -> None:
+        placements = body.placements
+        self.kind = kind
+        self.body = body
+        self.reusable = reusable
+        self.parts = [
+            (meta.shape, DTYPES[meta.dtype], meta.nbytes, place)
+            for meta, place in zip(body.tensors, placements, strict=True)
+        ]
+        self.nbytes = sum(meta.nbytes for meta in body.tensors)
+        self.inline = body.inline_bytes
+        self.payload = [i for i, place in enumerate(placements) if place == Placement.MESSAGE]
+        self.on_device = any(place >= Placement.DEVICE for place in placements)
+        self.reserved = Placement.RESERVED in placements
+        self.may_have_slot = fits_a_slot([self.parts[index][2] for index in self.payload])
+
+    def allocate(self) -> list[Tensor | None] | None:
+        """New tensors for what travels in the header, and for what is empty.
+
+        ``None`` where there is no memory for them.
+        """
+        try:
+            with torch.inference_mode(False):
+                return [
+                    torch.empty(shape, dtype=dtype, device="cpu")
+                    if place < Placement.MESSAGE
+                    else None
+                    for shape, dtype, _, place in self.parts
+                ]
+        except (RuntimeError, MemoryError):
+            return None
+
+
+class ReceivedSchemas:
+    """Numbers that the peer has given."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Schema] = {}
+
+    def define(self, number: int, schema: Schema) -> None:
+        self._known[number] = schema
+
+    def named(self, prefix: Prefix, where: About) -> Schema:
+        """The schema that `prefix` names; raises `CommError` (PROTOCOL) unless it fits."""
+        schema = self._known.get(prefix.schema)
+        if schema is None:
+            raise protocol_error(where, f"the header names schema {prefix.schema}, not defined")
+        if schema.kind is not prefix.kind or schema.inline != prefix.inline:
+            raise protocol_error(where, f"the header contradicts schema {prefix.schema}")
+        if bool(prefix.body) and not prefix.flags & VALUE:
+            raise protocol_error(where, "the header has a body and names a schema")
+        return schema
 
 
 class Incoming:
@@ -104,7 +195,7 @@ class HeaderReader:
         return incoming
 
     def _decode(self, prefix: Prefix, data: memoryview) -> Incoming:
-        if is_named(prefix):
+        if prefix.schema and not prefix.flags & DEFINE:
             check_body(prefix, data, self._where)
             schema = self._schemas.named(prefix, self._where)
             if schema.kind not in _VALUES:
@@ -131,8 +222,8 @@ class HeaderReader:
         if schema.on_device and not self._has_device:
             raise protocol_error(where, "the message has device payload, this rank has no device")
         if bool(prefix.slot) != bool(schema.payload) or (
-            prefix.slot > LOOSE
-            and not (schema.may_have_slot and prefix.slot <= LOOSE + self._slots)
+            prefix.slot > UNSLOTTED
+            and not (schema.may_have_slot and prefix.slot <= UNSLOTTED + self._slots)
         ):
             raise protocol_error(where, f"the message may not use payload slot {prefix.slot}")
 
@@ -158,5 +249,105 @@ class HeaderReader:
 
     def prepare(self, schema: Schema) -> None:
         """Allocate what the next message of `schema` needs, while nobody waits for it."""
-        tensors = schema.allocate() if schema.inline else None
+        tensors = schema.allocate()
         self._fresh = None if tensors is None else (schema, tensors)
+
+
+@lru_cache(maxsize=8)
+def _decoder(max_items: int) -> msgspec.msgpack.Decoder[Body]:
+    """A decoder that refuses more than `max_items` tensors before it makes the first."""
+    tensors = Annotated[tuple[TensorMeta, ...], msgspec.Meta(max_length=max_items)]
+    limited = msgspec.defstruct(
+        "Body", [("tensors", tensors)], bases=(Body,), array_like=True, frozen=True
+    )
+    return msgspec.msgpack.Decoder(limited)
+
+
+def decode_prefix(data: memoryview, limits: CommConfig, where: About) -> Prefix:
+    """Read and check the prefix in `data`, a header buffer of any content.
+
+    Raises `CommError` (PROTOCOL) for another magic or version, an unknown kind
+    or flag, a schema or slot out of range, and for lengths that exceed the
+    limits or the buffer.
+    """
+    magic, version, kind, flags, slot, sequence, step, schema, body, inline = FIELDS.unpack_from(
+        data
+    )
+    if magic != MAGIC:
+        raise protocol_error(where, "the message does not begin with a commlayer header")
+    if version != WIRE_VERSION:
+        raise protocol_error(
+            where, f"the message has wire version {version}, this rank speaks {WIRE_VERSION}"
+        )
+    known = KINDS.get(kind)
+    if known is None:
+        raise protocol_error(where, f"the header has unknown kind {kind}")
+    if flags & ~FLAGS:
+        raise protocol_error(where, f"the header has unknown flags {flags:#x}")
+    if schema > MAX_SCHEMAS or (flags & DEFINE and not schema):
+        raise protocol_error(where, f"the header has schema {schema} of {MAX_SCHEMAS}")
+    if slot > UNSLOTTED + EARNED_SLOTS or (slot > UNSLOTTED and not schema):
+        raise protocol_error(where, f"the header has payload slot {slot}")
+    if body > limits.max_header_bytes:
+        raise protocol_error(
+            where, f"a header of {body} bytes exceeds max_header_bytes = {limits.max_header_bytes}"
+        )
+    if PREFIX_BYTES + inline + (0 if flags & LONG else body) > len(data):
+        raise protocol_error(
+            where, f"lengths of {body} and {inline} bytes do not fit the header message"
+        )
+    (checksum,) = CHECKSUM.unpack_from(data, FIELDS.size)
+    seed = zlib.crc32(data[: FIELDS.size])
+    return Prefix(known, flags, slot, sequence, step, schema, body, inline, checksum, seed)
+
+
+def check_body(prefix: Prefix, data: memoryview | bytes, where: About) -> None:
+    """Raise `CommError` (PROTOCOL) unless `data` is the body that belongs to `prefix`."""
+    if zlib.crc32(data, prefix.seed) != prefix.checksum:
+        raise protocol_error(where, "the header is damaged or truncated (checksum differs)")
+
+
+def decode_body(prefix: Prefix, data: memoryview, limits: CommConfig, where: About) -> Body:
+    """Decode and check the body in `data` (exactly the body's bytes).
+
+    Raises `CommError` (PROTOCOL) unless every tensor is within the limits, the
+    placements agree with the tensors, and the inline payload has exactly the
+    size that they add up to.
+    """
+    check_body(prefix, data, where)
+    try:
+        body = _decoder(limits.max_items).decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise protocol_error(where, f"the header cannot be decoded ({error})") from error
+    if len(body.placements) != len(body.tensors):
+        raise protocol_error(where, "the header does not place every tensor")
+    inline = total = 0
+    for meta, place in zip(body.tensors, body.placements, strict=True):
+        meta.check(limits, where)
+        total += meta.nbytes
+        if place == Placement.INLINE:
+            inline += meta.nbytes
+        if place == Placement.RESERVED:
+            _check_reserved(body, limits, where)
+        elif place > Placement.DEVICE or (place == Placement.EMPTY) != (meta.nbytes == 0):
+            raise protocol_error(where, "the header places a tensor wrongly")
+    if inline != prefix.inline:
+        raise protocol_error(
+            where, f"the inline tensors have {inline} bytes, the header says {prefix.inline}"
+        )
+    if total > limits.max_message_bytes:
+        raise protocol_error(
+            where, f"{total} bytes of tensors exceed max_message_bytes = {limits.max_message_bytes}"
+        )
+    return body
+
+
+def _check_reserved(body: Body, limits: CommConfig, where: About) -> None:
+    if len(body.tensors) != 1 or body.at_most <= 0:
+        raise protocol_error(where, "the header reserves a size for something else than one tensor")
+    if body.at_most > limits.max_message_bytes:
+        raise protocol_error(
+            where,
+            f"the declared {body.at_most} bytes exceed "
+            f"max_message_bytes = {limits.max_message_bytes}",
+        )

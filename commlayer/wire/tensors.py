@@ -7,6 +7,7 @@ receiver gets a plain contiguous tensor without history.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 from typing import Annotated
@@ -18,7 +19,6 @@ from torch.nn.parameter import is_lazy
 
 from commlayer.config import CommConfig
 from commlayer.errors import About, CommError, ErrorKind, UnsupportedError
-from commlayer.wire.storage import has_memory
 
 
 def check_size(nbytes: int, operation: About, limits: CommConfig) -> None:
@@ -49,6 +49,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DEVICE_TYPE = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _MAX_DIMENSIONS = 64
 _MAX_ELEMENTS = 2**63 - 1
+
+
+_READ = 0x100
+"""``PyBUF_READ`` of Python's C API."""
+_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.restype = ctypes.py_object
+_memory_at.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 
 
 class TensorMeta(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -256,3 +263,34 @@ def _malformed(operation: About, cause: str) -> CommError:
         f"the message describes an impossible tensor: {cause}",
         "Check that both ranks run the same version and limits",
     )
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the storage of a strided tensor holds all its elements.
+
+    It does not once it was freed or shrunk under the tensor
+    (``untyped_storage().resize_``), nor inside a functorch transform.
+    """
+    try:
+        storage = tensor.untyped_storage()
+        begin = storage.data_ptr()
+        if begin == 0:
+            return tensor.numel() == 0
+        span = tensor.nbytes if tensor.is_contiguous() else _span(tensor)
+        return tensor.data_ptr() + span <= begin + storage.nbytes()
+    except RuntimeError:
+        return False
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    if tensor.numel() == 0:
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, not empty, for as long as that lives."""
+    view: memoryview = _memory_at(tensor.data_ptr(), tensor.nbytes, _READ)
+    return view

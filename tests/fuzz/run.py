@@ -21,15 +21,9 @@ import torch
 
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
-from commlayer.wire.frame import (
-    PREFIX_BYTES,
-    Kind,
-    capacity,
-    decode_body,
-    decode_prefix,
-)
-from commlayer.wire.message import Layouts, Outgoing
-from commlayer.wire.schemas import Schema
+from commlayer.wire.frame import LONG, PREFIX_BYTES, Kind, capacity
+from commlayer.wire.message import UNPLANNED, Layouts, Outgoing
+from commlayer.wire.reader import Schema, decode_body, decode_prefix
 from commlayer.wire.values import pack, parse
 
 INLINE = 4096
@@ -54,7 +48,7 @@ def valid() -> list[bytes]:
     for value in VALUES:
         packed, tensors = pack(value, LIMITS, "")
         layout = layouts.place(Kind.OBJECT, tensors, -1, False)
-        head, _ = Outgoing(layout, tensors, packed).head(0, slot=0)
+        head, _ = Outgoing(layout, tensors, packed).head(0, UNPLANNED)
         messages.append(bytes(head.tolist()))
     return messages
 
@@ -111,7 +105,9 @@ def decode(data: bytes) -> str:
     try:
         prefix = decode_prefix(buffer, LIMITS, "fuzz")
         end = PREFIX_BYTES + prefix.body
-        content = buffer[PREFIX_BYTES:end] if not prefix.long else memoryview(data[PREFIX_BYTES:])
+        content = buffer[PREFIX_BYTES:end]
+        if prefix.flags & LONG:
+            content = memoryview(data[PREFIX_BYTES:])
         body = decode_body(prefix, content, LIMITS, "fuzz")
         schema = Schema(prefix.kind, body, None)
         if prefix.kind in (Kind.OBJECT, Kind.TENSOR_DICT):

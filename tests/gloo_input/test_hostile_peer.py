@@ -22,7 +22,8 @@ from ranks.pool import Ranks
 
 from commlayer import CommError, Communicator, ErrorKind
 from commlayer.config import CommConfig
-from commlayer.wire.frame import LOOSE, Kind, encode_body, encode_prefix, encode_shape
+from commlayer.wire.frame import UNSLOTTED, Kind
+from commlayer.wire.message import encode_body, encode_prefix, encode_shape
 from commlayer.wire.tags import CONTROL_LANE, OBJECTS, TagMap
 from commlayer.wire.tensors import TensorMeta
 from commlayer.wire.values import pack
@@ -34,7 +35,7 @@ def terabyte() -> bytes:
     """The header of a tensor of 2**38 floats, as a sender that had one would write it."""
     meta = TensorMeta("float32", (1 << 38,), "cpu")
     body = encode_body(encode_shape((meta,), b"\x02", -1), pack(1, CommConfig(), "")[0])
-    return encode_prefix(Kind.OBJECT, 0, LOOSE, 0, -1, 0, body, 0) + body
+    return encode_prefix(Kind.OBJECT, 0, UNSLOTTED, 0, -1, 0, body, 0) + body
 
 
 class Exploit:
@@ -102,7 +103,7 @@ def hostile_peer(name: str) -> None:
     elif comm.rank == 1:
         here.meet("posted")
         works = [
-            inject(comm, message, slot=LOOSE if index else 0)
+            inject(comm, message, slot=UNSLOTTED if index else 0)
             for index, message in enumerate(HOSTILE[name]())
         ]
         comm.send(torch.ones(70_000), 0, tag=1)

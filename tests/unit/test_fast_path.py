@@ -33,7 +33,8 @@ from commlayer.loading import LoadedBackend
 from commlayer.progress.runtime import ThreadRuntime
 from commlayer.registry import Registry
 from commlayer.wire import message
-from commlayer.wire.frame import LOOSE, Kind, encode_body, encode_prefix, encode_shape
+from commlayer.wire.frame import UNSLOTTED, Kind
+from commlayer.wire.message import encode_body, encode_prefix, encode_shape
 from commlayer.wire.tags import OBJECTS, TagMap
 from commlayer.wire.tensors import TensorMeta
 
@@ -168,10 +169,10 @@ def hostile_frames() -> dict[str, list[tuple[bytes, int]]]:
     return {
         "a slot beyond those offered": [(head(7, 1, 2, body) + body, 0)],
         "no slot for payload": [(head(0, 1, 2, body) + body, 0)],
-        "a schema nobody defined": [(head(LOOSE, 9, 0, b""), 0)],
+        "a schema nobody defined": [(head(UNSLOTTED, 9, 0, b""), 0)],
         "a name with a body": [
-            (head(LOOSE, 1, 2, _one_inline()) + _one_inline(), 0),
-            (head(LOOSE, 1, 0, b"x", 1) + b"x", 0),
+            (head(UNSLOTTED, 1, 2, _one_inline()) + _one_inline(), 0),
+            (head(UNSLOTTED, 1, 0, b"x", 1) + b"x", 0),
         ],
         "a large slot": [(head(2, 1, 2, _large()) + _large(), 0)],
     }

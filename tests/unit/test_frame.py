@@ -18,6 +18,7 @@ from torch import Tensor
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
 from commlayer.wire.frame import (
+    LONG,
     PREFIX_BYTES,
     WIRE_VERSION,
     Body,
@@ -25,10 +26,9 @@ from commlayer.wire.frame import (
     Placement,
     Prefix,
     capacity,
-    decode_body,
-    decode_prefix,
-    encode_prefix,
 )
+from commlayer.wire.message import UNPLANNED, SendPlan, encode_prefix
+from commlayer.wire.reader import decode_body, decode_prefix
 from commlayer.wire.tensors import as_bytes, from_meta
 
 WHERE = "receive from rank 1"
@@ -41,8 +41,8 @@ def received(native: list[Tensor], inline_bytes: int = INLINE) -> tuple[Prefix, 
     assert len(queue[0]) <= capacity(inline_bytes)
     head = memoryview(bytearray(queue.pop(0).ljust(capacity(inline_bytes), b"\xaa")))
     prefix = decode_prefix(head, CommConfig(), WHERE)
-    end = PREFIX_BYTES if prefix.long else PREFIX_BYTES + prefix.body
-    data = memoryview(queue.pop(0)) if prefix.long else head[PREFIX_BYTES:end]
+    end = PREFIX_BYTES if prefix.flags & LONG else PREFIX_BYTES + prefix.body
+    data = memoryview(queue.pop(0)) if prefix.flags & LONG else head[PREFIX_BYTES:end]
     body = decode_body(prefix, data, CommConfig(), WHERE)
     inline = head[end : end + prefix.inline]
     contents = []
@@ -111,14 +111,14 @@ def test_a_long_body_is_a_message_of_its_own_and_moves_no_inline_tensor() -> Non
 
 def test_one_message_is_stamped_for_several_lanes() -> None:
     out = outgoing(Kind.TENSOR, [torch.ones(4)], b"", INLINE)
-    heads = [out.head(sequence, slot=0)[0] for sequence in (1, 2)]
+    heads = [out.head(sequence, UNPLANNED)[0] for sequence in (1, 2)]
     assert [received([head])[0].sequence for head in heads] == [1, 2]
 
 
 def test_a_message_that_names_its_schema_has_no_body_or_the_value_alone() -> None:
     out = outgoing(Kind.OBJECT, [torch.ones(4)], b"value", INLINE)
     for value, length in ((False, 0), (True, 5)):
-        head, _ = out.head(0, 3, named=True, value=value, slot=0)
+        head, _ = out.head(0, SendPlan(3, True, value, 0))
         view = memoryview(bytearray(bytes(head.tolist()).ljust(capacity(INLINE))))
         prefix = decode_prefix(view, CommConfig(), WHERE)
         assert (prefix.schema, prefix.body, prefix.inline) == (3, length, 16)

@@ -26,7 +26,7 @@ from commlayer.communicator import Communicator
 from commlayer.errors import CommError, ErrorKind
 from commlayer.semantics import Order, PostMayBlock, Semantics
 from commlayer.wire.control import Bye, LaneBroken, encode_control
-from commlayer.wire.frame import LOOSE, Kind, capacity
+from commlayer.wire.frame import UNSLOTTED, Kind, capacity
 from commlayer.wire.tags import BROADCAST, CONTROL_LANE, OBJECTS, TagMap
 
 INLINE = 64
@@ -206,7 +206,7 @@ def test_a_bad_message_breaks_its_lane_and_nothing_else(
         handles = [a.irecv_object(1) for _ in range(2)]
         other_lane, other_peer = a.irecv(None, 1), a.irecv_object(2)
         for index, message in enumerate(bad()):
-            intruder.send(message, slot=LOOSE if index else 0)
+            intruder.send(message, slot=UNSLOTTED if index else 0)
         for handle in handles:
             with pytest.raises(CommError) as caught:
                 handle.wait(30)

@@ -23,6 +23,6 @@ def test_a_dict_on_the_device_is_never_taken_for_one_on_the_host() -> None:
     host, device = {"x": torch.ones(4)}, {"x": torch.ones(4)}
     layouts = Layouts(64, on_device=lambda tensor: tensor is device["x"])
     layout = layouts.place(Kind.TENSOR_DICT, list(host.values()), -1, False)
-    layouts.learn(layouts.flat(host).key, layout, b"")
-    assert layouts.flat(host).known is not None
-    assert layouts.flat(device).key is None
+    layouts.remember(layouts.recall(host).key, layout, b"")
+    assert layouts.recall(host).known is not None
+    assert layouts.recall(device).key is None
