@@ -15,7 +15,6 @@ from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.encode import as_dict
-from commlayer.lanes.posting import checked_object_tag, checked_tag
 from commlayer.observe.report import Report
 from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.ledger import Ledger
@@ -120,7 +119,7 @@ class Communicator:
         `tag` (0 to 65535) selects a lane: messages of one tag arrive in order,
         messages of different tags do not wait for each other.
         """
-        return self._posting.send("isend", Kind.TENSOR, tensor, dst, checked_tag(tag))
+        return self._posting.send("isend", Kind.TENSOR, tensor, dst, tag)
 
     def irecv(self, tensor: Tensor | None, src: int, tag: int = 0) -> Handle:
         """Post a receive from rank `src` into `tensor`; ``result()`` returns it.
@@ -129,7 +128,7 @@ class Communicator:
         that has not fails this receive (PROTOCOL) and no other.  With ``None``
         the tensor is allocated with the dtype and shape that were sent.
         """
-        return self._posting.receive("irecv", Kind.TENSOR, src, checked_tag(tag), tensor)
+        return self._posting.receive("irecv", Kind.TENSOR, src, tag, tensor)
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
         """Send `tensor` and wait until it may be overwritten."""
@@ -150,11 +149,11 @@ class Communicator:
         ``deque``, ``UUID``, ``Decimal``, and instances of classes that were registered
         (`commlayer.register`).  Anything else needs ``allow_pickle``.
         """
-        return self._posting.send("isend_object", Kind.OBJECT, obj, dst, checked_object_tag(tag))
+        return self._posting.send("isend_object", Kind.OBJECT, obj, dst, tag)
 
     def irecv_object(self, src: int, tag: int = 0) -> Handle:
         """Post a receive of a value from rank `src`; ``result()`` returns it.  Never blocks."""
-        return self._posting.receive("irecv_object", Kind.OBJECT, src, checked_object_tag(tag))
+        return self._posting.receive("irecv_object", Kind.OBJECT, src, tag)
 
     def send_object(self, obj: Any, dst: int, tag: int = 0) -> None:
         """Send a value and wait until it may be changed."""
@@ -182,18 +181,18 @@ class Communicator:
         multiple of the group's size.  ``check_slices`` makes the ranks compare
         first; one that differs raises CONFIG on all of them.
         """
-        call, lane_tag = "isend_tensor_dict", checked_object_tag(tag)
+        call = "isend_tensor_dict"
         if all_gather_group is None:
-            return self._posting.send(call, Kind.TENSOR_DICT, tensor_dict, dst, lane_tag)
+            return self._posting.send(call, Kind.TENSOR_DICT, tensor_dict, dst, tag)
         group = _checked_group(all_gather_group, call)
-        operation = self._posting.operation(call, dst, "send", lane_tag)
+        operation = self._posting.operation(call, dst, "send", Kind.TENSOR_DICT, tag)
         whole = as_dict(tensor_dict, operation)
         where = operation.describe()
         value = sliced(whole, all_gather_tensors, group, where)
         if self.config.check_slices:
             key = group._exchange.key(self._exchange_kind("check"))
             check_replicated(whole, value, group, key, where, self.config.full_timeout)
-        return self._posting.send(call, Kind.TENSOR_DICT, value, dst, OBJECTS)
+        return self._posting.send(call, Kind.TENSOR_DICT, value, dst, tag)
 
     def irecv_tensor_dict(
         self,
@@ -212,13 +211,13 @@ class Communicator:
         group = None
         if all_gather_group is not None:
             group = _checked_group(all_gather_group, "irecv_tensor_dict")
-        lane_tag = checked_object_tag(tag)
-        operation = self._posting.operation("irecv_tensor_dict", src, "recv", lane_tag)
+        kind = Kind.TENSOR_DICT
+        operation = self._posting.operation("irecv_tensor_dict", src, "recv", kind, tag)
         if group is None:
             return self._posting.receive_claim(WholeDictClaim(operation))
         device = self._connection.device
         return GatherHandle(
-            self._posting.receive_claim(MessageClaim(operation, Kind.TENSOR_DICT)),
+            self._posting.receive_claim(MessageClaim(operation, kind)),
             group,
             self._exchange_kind("gather"),
             operation.lane,

@@ -92,7 +92,7 @@ class LoadedBackend:
 
 
 @dataclass(frozen=True)
-class Claim:
+class Provider:
     """One provider of a name: an entry point of a distribution, or a backend of this process."""
 
     name: str
@@ -124,7 +124,7 @@ def plugin_manager(*specifications: type) -> pluggy.PluginManager:
     return manager
 
 
-def load_plugin(claim: Claim, point: EntryPoint) -> LoadedBackend:
+def load_plugin(claim: Provider, point: EntryPoint) -> LoadedBackend:
     where = f"{point.value} of {claim.origin}"
     try:
         plugin = point.load()
@@ -150,7 +150,7 @@ def load_plugin(claim: Claim, point: EntryPoint) -> LoadedBackend:
     return LoadedBackend(backend, claim.distribution, claim.version, plugin)
 
 
-def checked(backend: object, claim: Claim) -> Backend:
+def checked(backend: object, claim: Provider) -> Backend:
     """Return `backend`; raise unless it is a `Backend` of the claimed name for this plugin API."""
     if not isinstance(backend, Backend):
         raise claim.refuse(f"{claim.origin} provides {backend!r}, not a commlayer.backend.Backend")
@@ -177,7 +177,7 @@ def checked(backend: object, claim: Claim) -> Backend:
     return backend
 
 
-def _check_facts(semantics: Semantics, claim: Claim) -> None:
+def _check_facts(semantics: Semantics, claim: Provider) -> None:
     """Raise unless every fact has the type that it is declared with: structs do not look."""
     owners = {"p2p.": semantics.p2p, "collective.": semantics.collective, "": semantics}
     for prefix, owner in owners.items():
@@ -193,7 +193,7 @@ def _check_facts(semantics: Semantics, claim: Claim) -> None:
                 )
 
 
-def _check_plugin_api(declared: object, claim: Claim) -> None:
+def _check_plugin_api(declared: object, claim: Provider) -> None:
     match declared:
         case (int(lowest), int(highest)) if lowest > highest:
             raise claim.refuse(

@@ -23,8 +23,8 @@ from commlayer.errors import CommError, ErrorKind
 from commlayer.forks import let_go_in_child
 from commlayer.loading import (
     AUTO,
-    Claim,
     LoadedBackend,
+    Provider,
     checked,
     describe,
     load_plugin,
@@ -69,7 +69,7 @@ class Registry:
 
     def __init__(self, entry_points: Iterable[EntryPoint] | None = None) -> None:
         self._entry_points = None if entry_points is None else list(entry_points)
-        self._added: list[Claim] = []
+        self._added: list[Provider] = []
         self._loaded: dict[tuple[EntryPoint, str, str], LoadedBackend] = {}
         self._engines: list[object] = []
         self._lock = let_go_in_child(threading.RLock())
@@ -84,7 +84,7 @@ class Registry:
         Raises `CommError` (PLUGIN) where it fails the checks of a plugin.
         """
         loaded = LoadedBackend(backend, "this process", "")
-        claim = Claim(str(getattr(backend, "name", "")), "this process", "", loaded)
+        claim = Provider(str(getattr(backend, "name", "")), "this process", "", loaded)
         checked(backend, claim)
         with self._lock:
             self._added.append(claim)
@@ -187,7 +187,7 @@ class Registry:
                 _log.log(unusable, "backend %r not selected: %s", entry.name, why)
         return best.loaded
 
-    def _entry(self, name: str, claims: list[Claim]) -> Entry:
+    def _entry(self, name: str, claims: list[Provider]) -> Entry:
         distribution = ", ".join(claim.distribution for claim in claims)
         version = ", ".join(claim.version for claim in claims)
         try:
@@ -207,7 +207,7 @@ class Registry:
             loaded,
         )
 
-    def _load(self, name: str, claims: list[Claim]) -> LoadedBackend:
+    def _load(self, name: str, claims: list[Provider]) -> LoadedBackend:
         if len(claims) > 1:
             raise _ambiguous(name, claims)
         (claim,) = claims
@@ -219,14 +219,14 @@ class Registry:
                 self._loaded[key] = load_plugin(claim, claim.provider)
             return self._loaded[key]
 
-    def _claims(self) -> dict[str, list[Claim]]:
+    def _claims(self) -> dict[str, list[Provider]]:
         points = _installed() if self._entry_points is None else self._entry_points
-        claims: dict[str, list[Claim]] = {}
+        claims: dict[str, list[Provider]] = {}
         for point in points:
             if not point.name.isprintable():
                 _log.warning("entry point %r ignored: its name is not printable", point.name)
                 continue
-            claim = Claim(point.name, *_origin(point.dist), point)
+            claim = Provider(point.name, *_origin(point.dist), point)
             claims.setdefault(point.name, []).append(claim)
         with self._lock:
             added = list(self._added)
@@ -286,7 +286,7 @@ def _unknown(name: str, known: list[str]) -> CommError:
     )
 
 
-def _ambiguous(name: str, claims: list[Claim]) -> CommError:
+def _ambiguous(name: str, claims: list[Provider]) -> CommError:
     origins = [claim.origin for claim in claims]
     return CommError(
         ErrorKind.PLUGIN,

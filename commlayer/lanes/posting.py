@@ -28,7 +28,7 @@ from commlayer.wire.frame import Kind
 from commlayer.wire.integers import integer
 from commlayer.wire.message import Outgoing
 from commlayer.wire.modes import refuse_modes
-from commlayer.wire.tags import BROADCAST, MAX_TAG, objects
+from commlayer.wire.tags import BROADCAST, MAX_TAG, SLICES, objects
 
 
 @dataclass
@@ -74,13 +74,13 @@ class Posting:
         self._check_lifetime = config.check_lifetime
         self._sites = config.record_sites or config.check_lifetime
         self._exempt = channel in config.unbounded_channels
-        self._keys: dict[tuple[int, str, str], LaneKey] = {}
+        self._keys: dict[tuple[int, str, bool, int | str], LaneKey] = {}
 
     # Sends and receives
 
-    def send(self, call: str, kind: Kind, value: Any, dst: int, tag: str) -> Handle:
+    def send(self, call: str, kind: Kind, value: Any, dst: int, tag: int | str) -> Handle:
         """Post a send of `value` to rank `dst`."""
-        operation = self.operation(call, dst, "send", tag)
+        operation = self.operation(call, dst, "send", kind, tag)
         outgoing = self._encoder.encode(operation, kind, value)
         key = operation.lane
         peer = self._peers[key.peer]
@@ -98,10 +98,10 @@ class Posting:
         return self._handle(operation)
 
     def receive(
-        self, call: str, kind: Kind, src: int, tag: str, target: Tensor | None = None
+        self, call: str, kind: Kind, src: int, tag: int | str, target: Tensor | None = None
     ) -> Handle:
         """Post a receive from rank `src`, into `target` or new memory."""
-        operation = self.operation(call, src, "recv", tag)
+        operation = self.operation(call, src, "recv", kind, tag)
         if target is not None:
             self._memory.check_target(target, operation)
         return self.receive_claim(self._claim(operation, kind, target))
@@ -115,13 +115,24 @@ class Posting:
         lane.claim(claim)
         return self._handle(operation)
 
-    def operation(self, call: str, peer: int, direction: str, tag: str) -> Operation:
-        """A new operation with `peer`, which is checked."""
+    def operation(
+        self, call: str, peer: int, direction: str, kind: Kind, tag: int | str
+    ) -> Operation:
+        """A new operation with `peer` on the lane of `kind` and `tag`, which are checked.
+
+        Objects and dicts have lanes of their own, and so have the slices that ranks exchange.
+        """
+        alone = kind is Kind.TENSOR
         # True == 1: only an int may find the key of an int.
-        key = self._keys.get((peer, direction, tag)) if type(peer) is int else None
+        known = type(peer) is int and type(tag) is int
+        key = self._keys.get((peer, direction, alone, tag)) if known else None
         if key is None:
-            peer = self.checked_peer(peer, call)
-            key = self._keys[peer, direction, tag] = LaneKey(self._channel, peer, direction, tag)
+            name = SLICES
+            if tag is not SLICES:
+                name = checked_tag(tag) if alone else objects(checked_tag(tag))
+            key = LaneKey(self._channel, self.checked_peer(peer, call), direction, name)
+            if known:
+                self._keys[peer, direction, alone, tag] = key
         return self._make(call, key)
 
     def checked_peer(self, rank: int, call: str) -> int:
@@ -264,7 +275,7 @@ class Posting:
         return [self._handle(operation) for operation in operations]
 
 
-def checked_tag(tag: int) -> str:
+def checked_tag(tag: int | str) -> str:
     """The lane tag of a caller's `tag`; raises `ConfigError` for what is none."""
     number = integer(tag)
     if number is None or not 0 <= number <= MAX_TAG:
@@ -272,8 +283,3 @@ def checked_tag(tag: int) -> str:
             "tag", f"{tag!r} is not an integer from 0 to {MAX_TAG}", "Use a smaller tag"
         )
     return str(number)
-
-
-def checked_object_tag(tag: int) -> str:
-    """As `checked_tag`, for objects and dicts, which have lanes of their own."""
-    return objects(checked_tag(tag))

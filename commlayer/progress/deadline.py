@@ -34,7 +34,7 @@ def checked_timeout(timeout: float | None) -> float | None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, Real):  # NumPy's numbers are such
         raise ValueError(f"timeout must be a number of seconds or None, not {timeout!r}")
-    seconds = float(timeout)
-    if seconds < 0 or seconds != seconds:
+    if timeout < 0 or timeout != timeout:
         raise ValueError(f"timeout must not be negative or NaN, got {timeout!r}")
-    return seconds if seconds < threading.TIMEOUT_MAX else None
+    # Compared as it is: an integer may be too large for a float.
+    return float(timeout) if timeout < threading.TIMEOUT_MAX else None

@@ -26,7 +26,7 @@ class Watched:
     def __init__(self) -> None:
         self.told: Queue[tuple[int | None, CommError]] = Queue()
 
-    def lose(self, rank: int, error: CommError) -> None:
+    def mark_lost(self, rank: int, error: CommError) -> None:
         self.told.put((rank, error))
 
     def abandon(self, error: CommError) -> None:
