@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from commlayer.backend import Endpoint, Viability, World
-from commlayer.device.backend import StreamBackend, StreamTransport
+from commlayer.backend import Viability, World
+from commlayer.device.backend import PairEndpoint, StreamBackend, StreamTransport
 from commlayer.device.device import DeviceRuntime
 from commlayer.semantics import (
     OperationSemantics,
@@ -33,18 +33,17 @@ from oneccl_library.prepare import VERSION
 _HERE = "measured in test_oneccl_library.py"
 
 
-class _Pair(Endpoint):
+class _OrderedGroup:
     """A communicator that may not be made yet: the first operation on it waits for that."""
 
-    def __init__(self, group: Future[Group], other: int) -> None:
-        self._group = group
-        self._other = other
+    def __init__(self, made: Future[Group]) -> None:
+        self._made = made
 
-    def isend(self, tensor: Tensor, dst: int, tag: int) -> Work:
-        return self._group.result().send([tensor], self._other, tag)
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
+        return self._made.result().send(tensors, dst, tag)
 
-    def irecv(self, tensor: Tensor, src: int, tag: int) -> Work:
-        return self._group.result().recv([tensor], self._other, tag)
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
+        return self._made.result().recv(tensors, src, tag)
 
 
 class _Transport(StreamTransport):
@@ -52,9 +51,10 @@ class _Transport(StreamTransport):
         super().__init__(backend, world)
         self._groups = OrderedGroups(world.store, world.rank)
 
-    def pair(self, name: str, peer: int) -> Endpoint:
+    def pair(self, name: str, peer: int) -> PairEndpoint:
         low, high = sorted((self.rank, peer))
-        return _Pair(self._groups.group(f"{name}/{low}-{high}"), int(self.rank == low))
+        made = self._groups.group(f"{name}/{low}-{high}")
+        return PairEndpoint(_OrderedGroup(made), int(self.rank == low))
 
     def close(self) -> None:
         self._groups.close()

@@ -108,6 +108,10 @@ class Work:
         _checked(_shim().wait_event(self._event))
         return True
 
+    def exception(self) -> Exception | None:
+        """Nothing: what fails raises where it is asked or waited for."""
+        return None
+
     def __del__(self) -> None:
         _shim().free_event(self._event)
 
