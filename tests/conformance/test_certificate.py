@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 import vendor
 from commlayer_testkit.conformance import Level, Outcome, Subject, Verdict, all_rules
 from commlayer_testkit.conformance.deviations import Deviations, load
+from commlayer_testkit.conformance.probes import fact_names
 from commlayer_testkit.conformance.probes.report import FactReport, ProbeReport
 from commlayer_testkit.conformance.probes.report import Verdict as Measured
-from commlayer_testkit.conformance.report import Certificate, certify, compare, decode, regressions
+from commlayer_testkit.conformance.report import (
+    Certificate,
+    bound,
+    certify,
+    compare,
+    decode,
+    regressions,
+)
 
 from commlayer.errors import CommError
 
@@ -149,3 +159,54 @@ def test_comparison() -> None:
     ]
     assert regressions(before, after) == ["L1-drain", "level reached"]
     assert regressions(after, before) == []
+
+
+def whole(**changes: object) -> ProbeReport:
+    """A whole report of the backend of these tests, here and now, but for `changes`."""
+    subject = Subject(vendor.Declared())
+    facts = tuple(FactReport(fact=f, verdict=Measured.CORRECT, measured=1) for f in fact_names())
+    report = ProbeReport(
+        name=subject.name,
+        c10d=False,
+        versions={"torch": torch.__version__, **subject.loaded.versions()},
+        host=platform.node(),
+        facts=facts,
+        seconds=1.0,
+    )
+    return msgspec.structs.replace(report, **changes)
+
+
+def test_a_report_of_this_backend_here_and_now_is_taken() -> None:
+    assert bound(whole(), Subject(vendor.Declared())) == whole()
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"name": "gloo"}, "of backend 'gloo'"),
+        ({"c10d": True}, "of c10d backend"),
+        ({"versions": {"torch": "1.0"}}, "it is of .*1.0"),
+        ({"host": "elsewhere"}, "of host 'elsewhere'"),
+        ({"facts": ()}, "lacks .*p2p.poll"),
+    ],
+    ids=str,
+)
+def test_another_report_is_refused(changes: dict[str, object], cause: str) -> None:
+    with pytest.raises(CommError, match=cause):
+        bound(whole(**changes), Subject(vendor.Declared()))
+
+
+def test_a_certificate_says_which_facts_nobody_tried() -> None:
+    assert any("not tried" in text for text in certificate().does_not_prove)
+    unmeasured = FactReport(fact="p2p.poll", verdict=Measured.NOT_MEASURED)
+    tried = tuple(f for f in whole().facts if f.fact != "p2p.poll")
+    found = certificate(measured=whole(facts=(unmeasured, *tried)))
+    assert "Declared, not tried: p2p.poll." in found.does_not_prove
+    assert not any("not tried" in t for t in certificate(measured=whole()).does_not_prove)
+
+
+@pytest.mark.parametrize("rule", ["L2-wait-usable", "L2-completed-exact", "L1-dropped-handle"])
+def test_a_promise_of_the_handle_cannot_be_excused(tmp_path: Path, rule: str) -> None:
+    with pytest.raises(CommError, match="cannot be excused"):
+        load(write(tmp_path, rule, "never"))
+    assert load(write(tmp_path, rule, "broken"))

@@ -58,3 +58,22 @@ def test_an_unknown_fact_is_a_usage_error() -> None:
     code, _, error = run("gloo", "--facts", "p2p.pol")
     assert code == 2
     assert "p2p.poll" in error
+
+
+def test_a_c10d_backend_that_a_module_registers_is_measured_in_the_ranks() -> None:
+    code, output, _ = run("--c10d", "claims:renamed_gloo", "--facts", "p2p.wait_blocks", "--json")
+    assert json.loads(output)["facts"][0]["measured"] == "host"
+    assert code == 0
+
+
+def test_nothing_measured_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    import claims
+
+    registry = Registry()
+    registry.add_backend(claims.Broken())
+    monkeypatch.setattr(
+        commlayer_testkit.conformance.probes.run, "default_registry", lambda: registry
+    )
+    code, _, error = run("broken", "--facts", "p2p.poll", "--patience", "0.2")
+    assert code == 1
+    assert "nothing was measured" in error

@@ -75,11 +75,13 @@ def _run(
 ) -> None:
     from commlayer_testkit.conformance.deviations import load
     from commlayer_testkit.conformance.lab import Lab
-    from commlayer_testkit.conformance.report import certify
+    from commlayer_testkit.conformance.report import bound, certify
     from commlayer_testkit.conformance.rules import Level, find_rule
     from commlayer_testkit.conformance.runner import judge
     from commlayer_testkit.conformance.subject import Subject
 
+    if only and json:
+        raise typer.BadParameter("--json writes a certificate, and --rule judges no whole level")
     try:
         asked = Level(level)
     except ValueError:
@@ -87,7 +89,7 @@ def _run(
     subject = Subject(name)
     every = subject.rules()
     known = load(deviations, every) if deviations else {}
-    facts = _read_measured(measured) if measured else None
+    facts = bound(_read_measured(measured), subject) if measured else None
     rules = [find_rule(identifier, every) for identifier in only] or subject.rules(asked)
     verdicts = []
     with Lab(subject, seed=seed, schedules=schedules) as lab:
@@ -95,7 +97,8 @@ def _run(
             verdicts.append(judge(current, lab))
             _progress(current, verdicts[-1])
     if only:
-        raise typer.Exit(int(any(v.outcome.value == "failed" for v in verdicts)))
+        held = {"passed", "not_applicable"}
+        raise typer.Exit(int(any(v.outcome.value not in held for v in verdicts)))
     certificate = certify(subject, asked, verdicts, known, facts)
     _print(certificate)
     if json:
@@ -154,7 +157,9 @@ def _print(certificate: Certificate) -> None:
         typer.echo(f"error {name}: {text.splitlines()[0]}")
     reached = certificate.level.value if certificate.level else "none"
     simulated = " (simulated only: nothing was sent)" if certificate.simulated_only else ""
-    typer.echo(f"level reached: {reached} of {certificate.asked.value} asked{simulated}")
+    excuses = ", ".join(f"{d.rule} ({d.kind.value})" for d in certificate.deviations)
+    but = f", excused: {excuses}" if excuses else ""
+    typer.echo(f"level reached: {reached} of {certificate.asked.value} asked{simulated}{but}")
     for text in certificate.does_not_prove:
         typer.echo(f"not proved: {text}")
 

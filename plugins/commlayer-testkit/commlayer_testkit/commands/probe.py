@@ -34,7 +34,7 @@ def probe(
     """Measure the facts of a backend and compare them with what it declares.
 
     Starts pairs of processes, some of which abort or are killed on purpose.
-    Exits with 1 when a fact is over-claimed.
+    Exits with 1 when a fact is over-claimed, and when nothing could be measured.
     """
     from commlayer_testkit.conformance.probes import run
 
@@ -55,6 +55,9 @@ def probe(
         print_json({**_encoded(report), "draft": report.draft() if report.c10d else None})
     else:
         _print(report)
+    if all(fact.verdict.value == "not_measured" for fact in report.facts):
+        typer.echo("nothing was measured: see the reasons", err=True)
+        raise typer.Exit(1)
     if not report.certifiable:
         raise typer.Exit(1)
 

@@ -121,6 +121,22 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
 }
 
+PROMISES = frozenset(
+    {
+        "wait-usable",
+        "wait-again",
+        "timeout-harmless",
+        "completed-exact",
+        "completed-unwaited",
+        "dropped-handle",
+        "alive",
+        "order",
+        "values",
+        "dicts",
+    }
+)
+"""Clauses that the handle's promise rests on: a backend that fails one has no level above it."""
+
 CLAUSES = {
     identifier: Clause(identifier, section, text)
     for section, clauses in SECTIONS.items()

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from commlayer.errors import CommError, ErrorKind
+from commlayer_testkit.conformance.clauses import PROMISES
 from commlayer_testkit.conformance.rules import Rule, all_rules
 from commlayer_testkit.conformance.verdict import Outcome, Verdict
 
@@ -57,7 +58,8 @@ def load(path: str | os.PathLike[str], rules: Iterable[Rule] | None = None) -> D
     """Read a file of deviations from `rules` (default: the kit's).
 
     Raises `CommError` (CONFIG) for a file that cannot be read, a malformed
-    entry, one without reason or issue, an unknown rule, or a rule named twice.
+    entry, an excuse for a promise of the handle (`PROMISES`), one without reason or
+    issue, an unknown rule, or a rule named twice.
     """
     try:
         entries = msgspec.toml.decode(Path(path).read_bytes(), type=_File).deviation
@@ -70,6 +72,13 @@ def load(path: str | os.PathLike[str], rules: Iterable[Rule] | None = None) -> D
             raise _refusal(path, f"there is no rule {entry.rule!r}")
         if entry.rule in found:
             raise _refusal(path, f"rule {entry.rule!r} is named twice")
+        clause = entry.rule.partition("-")[2]
+        if clause in PROMISES and entry.kind is not DeviationKind.BROKEN:
+            raise _refusal(
+                path,
+                f"rule {entry.rule!r} cannot be excused: the handle's promise rests on it; "
+                "only kind broken may name it",
+            )
         if not (entry.reason.strip() and entry.issue.strip()):
             raise _refusal(path, f"rule {entry.rule!r} needs a reason and an issue")
         found[entry.rule] = entry

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from commlayer.errors import CommError, ErrorKind
 from commlayer_testkit.conformance.clauses import VERSION
@@ -18,6 +19,7 @@ from commlayer_testkit.conformance.deviations import (
     Deviations,
     complaints,
 )
+from commlayer_testkit.conformance.probes.facts import fact_names
 from commlayer_testkit.conformance.probes.report import ProbeReport
 from commlayer_testkit.conformance.probes.report import Verdict as Measured
 from commlayer_testkit.conformance.rules import Level, Rule
@@ -123,8 +125,50 @@ def certify(
         verdicts=verdicts,
         deviations=tuple(expected.values()),
         errors=errors,
-        does_not_prove=_LIMITS,
+        does_not_prove=(*_LIMITS, *_untried(measured)),
     )
+
+
+def _untried(measured: ProbeReport | None) -> tuple[str, ...]:
+    if measured is None:
+        return ("Facts are declared, not tried: no probe report was given.",)
+    names = untried(measured)
+    return (f"Declared, not tried: {', '.join(names)}.",) if names else ()
+
+
+def bound(measured: ProbeReport, subject: Subject) -> ProbeReport:
+    """`measured`, if it is a whole report of this backend, on these versions and this host.
+
+    Raises `CommError` (CONFIG) naming what it is of instead.
+    """
+    now = {"torch": str(torch.__version__), **subject.loaded.versions()}
+    then = {part: measured.versions.get(part) for part in now}
+    missing = sorted(set(fact_names()) - {fact.fact for fact in measured.facts})
+    cause = ""
+    if measured.c10d or measured.name != subject.name:
+        what = "c10d backend" if measured.c10d else "backend"
+        cause = f"it is of {what} {measured.name!r}"
+    elif then != now:
+        cause = f"it is of {then}, and this is {now}"
+    elif measured.host != platform.node():
+        cause = f"it is of host {measured.host!r}, and this is {platform.node()!r}"
+    elif missing:
+        cause = f"it lacks {', '.join(missing)}"
+    if cause:
+        raise CommError(
+            ErrorKind.CONFIG,
+            f"measured facts for backend {subject.name!r}",
+            cause,
+            f"Measure here and now: commlayer probe {subject.name} --json",
+        )
+    return measured
+
+
+def untried(measured: ProbeReport | None) -> tuple[str, ...]:
+    """The facts that are declared, and that nobody has tried."""
+    tried = () if measured is None else measured.facts
+    known = {fact.fact for fact in tried if fact.verdict is not Measured.NOT_MEASURED}
+    return tuple(name for name in fact_names() if name not in known)
 
 
 def overclaimed(measured: ProbeReport | None) -> list[tuple[str, str]]:

@@ -6,7 +6,8 @@ without one.  An `Experiment` is two throw-away ranks and a judge; `completion`,
 with, `link` what they see of the transport, `run` starts them, `report` compares.
 """
 
+from commlayer_testkit.conformance.probes.facts import fact_names
 from commlayer_testkit.conformance.probes.report import FactReport, ProbeReport, Verdict
-from commlayer_testkit.conformance.probes.run import fact_names, probe, probe_c10d
+from commlayer_testkit.conformance.probes.run import probe, probe_c10d
 
 __all__ = ["FactReport", "ProbeReport", "Verdict", "fact_names", "probe", "probe_c10d"]

@@ -23,7 +23,7 @@ from commlayer_testkit.conformance.probes.experiment import (
     Pair,
     unmeasured,
 )
-from commlayer_testkit.conformance.probes.link import P2P
+from commlayer_testkit.conformance.probes.facts import P2P
 from commlayer_testkit.conformance.probes.rank import Concluded, ProbeRank, in_words
 from commlayer_testkit.conformance.ranks.stopping import stopped
 

@@ -12,7 +12,7 @@ from commlayer_testkit.conformance.probes.experiment import (
     Pair,
     unmeasured,
 )
-from commlayer_testkit.conformance.probes.link import P2P
+from commlayer_testkit.conformance.probes.facts import P2P
 from commlayer_testkit.conformance.probes.rank import ProbeRank
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from commlayer_testkit.conformance.probes.link import COLLECTIVE, P2P
+from commlayer_testkit.conformance.probes.facts import COLLECTIVE, P2P
 from commlayer_testkit.conformance.probes.rank import ProbeRank
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from commlayer.backend import Backend, Endpoint, World
 from commlayer.semantics import Semantics, Threads
+from commlayer_testkit.conformance.probes.facts import P2P
 
-P2P, COLLECTIVE = "p2p", "collective"
 _CONNECT_SECONDS = 60.0
 
 
@@ -120,12 +120,14 @@ class Subject:
     """What is probed: a plugin's backend, or a c10d backend by its name there.
 
     `backend` is ``None`` for a bare c10d backend.  `c10d` names what carries the
-    collectives (empty: nothing here does).  Instances travel to the ranks by pickle.
+    collectives (empty: nothing here does).  `modules` register it where ranks run.
+    Instances travel to the ranks by pickle.
     """
 
     c10d: str
     backend: Backend | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    modules: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -198,7 +200,7 @@ def subject_of_c10d(name: str) -> Subject:
         importlib.import_module(module)
     if not _c10d_available(name):
         raise ValueError(f"torch {torch.__version__} has no c10d backend {name!r} here")
-    return Subject(name)
+    return Subject(name, modules=(module,) if module else ())
 
 
 def _c10d_available(name: str) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from commlayer.semantics import Order, Threads
 from commlayer_testkit.conformance.probes.experiment import Experiment, Measurement, Missing, Pair
-from commlayer_testkit.conformance.probes.link import COLLECTIVE, P2P
+from commlayer_testkit.conformance.probes.facts import COLLECTIVE, P2P
 from commlayer_testkit.conformance.probes.rank import ProbeRank
 
 _FLOOD = 1000

@@ -53,6 +53,8 @@ class ProbeReport(msgspec.Struct, frozen=True, kw_only=True):
     c10d: bool
     """Whether a bare c10d backend was probed, without a plugin."""
     versions: dict[str, str]
+    host: str = ""
+    """The name of the machine that it ran on."""
     facts: tuple[FactReport, ...]
     seconds: float
 

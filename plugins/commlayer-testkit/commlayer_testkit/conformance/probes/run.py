@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import PrefixStore
 from commlayer.backend import Backend
 from commlayer.errors import CommError, ErrorKind
 from commlayer.registry import default_registry
-from commlayer.semantics import OperationSemantics, Semantics
 from commlayer_testkit.conformance.probes import completion, devices, failure, memory, ordering
 from commlayer_testkit.conformance.probes.experiment import (
     Experiment,
@@ -27,13 +26,8 @@ from commlayer_testkit.conformance.probes.experiment import (
     Outcome,
     unmeasured,
 )
-from commlayer_testkit.conformance.probes.link import (
-    COLLECTIVE,
-    P2P,
-    Subject,
-    subject_of,
-    subject_of_c10d,
-)
+from commlayer_testkit.conformance.probes.facts import COLLECTIVE, P2P, fact_names
+from commlayer_testkit.conformance.probes.link import Subject, subject_of, subject_of_c10d
 from commlayer_testkit.conformance.probes.rank import Concluded, ProbeRank, first_line
 from commlayer_testkit.conformance.probes.report import (
     FactReport,
@@ -117,13 +111,6 @@ def probe_c10d(
     return _probe(subject, facts, patience, heard)
 
 
-def fact_names() -> list[str]:
-    """Every fact by full name, in the order of a report."""
-    operations = OperationSemantics.__struct_fields__
-    whole = [name for name in Semantics.__struct_fields__ if name not in (P2P, COLLECTIVE)]
-    return [*(f"{kind}.{name}" for kind in (P2P, COLLECTIVE) for name in operations), *whole]
-
-
 @dataclass
 class _Run:
     """One experiment for one kind of operation, and what came of it."""
@@ -159,7 +146,7 @@ def _probe(
     _check_pickles(subject)
     started = time.monotonic()
     launcher = Launcher(subject.launcher, subject.rank_in_job)
-    ranks = Ranks(preload=[__name__], launcher=launcher)
+    ranks = Ranks(preload=[__name__, *subject.modules], launcher=launcher)
     try:
         laboratory = _Laboratory(ranks, subject, present[0], heard or (lambda fact: None))
         reports = _reports(subject, wanted, laboratory.measure(_runs(subject, wanted), patience))
@@ -172,6 +159,7 @@ def _probe(
         name=subject.name,
         c10d=subject.backend is None,
         versions={**subject.versions(), "python": platform.python_version()},
+        host=platform.node(),
         facts=tuple(reports[name] for name in fact_names() if name in wanted),
         seconds=round(time.monotonic() - started, 2),
     )
