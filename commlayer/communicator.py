@@ -113,7 +113,7 @@ class Communicator:
 
     # Tensors
 
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle:
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Handle[None]:
         """Post a send of `tensor` (any dense dtype, shape and strides) to rank `dst`.
 
         `tag` (0 to 65535) selects a lane: messages of one tag arrive in order,
@@ -121,7 +121,7 @@ class Communicator:
         """
         return self._posting.send("isend", Kind.TENSOR, tensor, dst, tag)
 
-    def irecv(self, tensor: Tensor | None, src: int, tag: int = 0) -> Handle:
+    def irecv(self, tensor: Tensor | None, src: int, tag: int = 0) -> Handle[Tensor]:
         """Post a receive from rank `src` into `tensor`; ``result()`` returns it.
 
         The message must have the dtype and number of elements of `tensor`; one
@@ -136,11 +136,11 @@ class Communicator:
 
     def recv(self, tensor: Tensor | None, src: int, tag: int = 0) -> Tensor:
         """Receive into `tensor` (or new memory for ``None``) and return it."""
-        return self.irecv(tensor, src, tag).result()  # type: ignore[no-any-return]
+        return self.irecv(tensor, src, tag).result()
 
     # Objects and tensor dicts
 
-    def isend_object(self, obj: Any, dst: int, tag: int = 0) -> Handle:
+    def isend_object(self, obj: Any, dst: int, tag: int = 0) -> Handle[None]:
         """Post a send of a value to rank `dst`; `tag` is as for `isend`, on lanes of their own.
 
         A value is any tree of ``None``, bool, int, float, complex, str, bytes,
@@ -170,7 +170,7 @@ class Communicator:
         all_gather_group: Communicator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
         tag: int = 0,
-    ) -> Handle:
+    ) -> Handle[None]:
         """Post a send of a dict of str to tensors or values; the order of its keys is kept.
 
         `tag` is that of `isend_object`: objects and dicts of one tag arrive in order.
@@ -200,7 +200,7 @@ class Communicator:
         all_gather_group: Communicator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
         tag: int = 0,
-    ) -> Handle:
+    ) -> Handle[dict[str, Any]]:
         """Post a receive of a tensor dict from `src`; ``result()`` returns it.  Never blocks.
 
         `all_gather_group` is the communicator of the ranks that receive the other
@@ -245,7 +245,7 @@ class Communicator:
     ) -> dict[str, Any]:
         """Receive a tensor dict from rank `src`."""
         handle = self.irecv_tensor_dict(src, all_gather_group, all_gather_tensors, tag)
-        return handle.result()  # type: ignore[no-any-return]
+        return handle.result()
 
     # Broadcasts
 
@@ -331,7 +331,7 @@ class Communicator:
         with self._session.side_streams.enter(uses):
             yield self
 
-    def track(self, work_or_event: Any, retain: Any = ()) -> Handle:
+    def track(self, work_or_event: Any, retain: Any = ()) -> Handle[None]:
         """Give a handle, and retention, to asynchronous work that was started elsewhere.
 
         `work_or_event` is a device event recorded after the work, or a work as
@@ -352,7 +352,8 @@ class Communicator:
             raise self._connection.closed.again()
         site = calling_site() if self.config.record_sites else None
         where = self._channel, self.rank
-        return self._session.tracker.track(work_or_event, retain, where, site)
+        tracker = self._session.tracker
+        return Handle(tracker.track(work_or_event, retain, where, site), tracker.completion)
 
     # When it is stuck
 

@@ -101,9 +101,29 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         str,
         _key(
             "Retention policy by name: `hold_references` or `copy_on_post`; for device transports "
-            "also `hold_until_event` or `record_stream`."
+            "also `hold_until_event`."
         ),
     ] = "hold_references"
+    max_device_lanes: Annotated[
+        int,
+        _key(
+            "Communicators for device tensors that a rank has: one for each channel, tag, peer and "
+            "direction. Torch has 32 streams for them.",
+            "communicators",
+            ge=1,
+            le=32,
+        ),
+    ] = 32
+    device_lanes_at_connect: Annotated[
+        int,
+        _key(
+            "How many of them `connect` makes, for the lanes without tags, nearest ranks first; "
+            "the others are made in the background when they are first used.",
+            "communicators",
+            ge=0,
+            le=32,
+        ),
+    ] = 16
     copy_max_bytes: Annotated[
         int,
         _key("`copy_on_post` refuses larger tensors; 0: it copies any.", "bytes", ge=0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from commlayer.config import CommConfig
+from commlayer.device.completion import StreamCompletion
 from commlayer.device.foreign import Tracker
 from commlayer.device.reach import Memory
 from commlayer.device.side_stream import SideStreams
@@ -12,6 +13,7 @@ from commlayer.lanes.connection import Connection
 from commlayer.lanes.encode import Encoder
 from commlayer.lanes.posting import BroadcastState, Posting
 from commlayer.observe.observation import Observation
+from commlayer.progress.completion import Completion, HostCompletion
 from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.retention import DeviceHold, RetentionPolicy
 from commlayer.semantics import Semantics
@@ -47,6 +49,9 @@ class Session:
             memory=self.memory,
             side=device,
         )
+        host = HostCompletion(connection.ledger, connection.progress, connection.runtime)
+        self.completion: Completion = host if device is None else StreamCompletion(host, device)
+        """What it means to wait for an operation: all handles share it."""
         self.tracker = Tracker(connection.runtime, connection.ledger, device, semantics)
         self.side_streams = SideStreams(
             None if device is None else device.device,
@@ -64,6 +69,7 @@ class Session:
             self.memory,
             self.config,
             self.device_hold,
+            self.completion,
             channel,
             broadcasts,
             self.broadcasts[broadcasts],

@@ -305,7 +305,7 @@ class WholeDictClaim(MessageClaim):
 
 
 @uncompiled
-class GatherHandle:
+class GatherHandle(Handle[dict[str, Any]]):
     """The handle of a received tensor dict whose slices are gathered when it is waited.
 
     The contract is that of `commlayer.Handle`, and in addition: every rank of
@@ -330,7 +330,7 @@ class GatherHandle:
         self._received = received
         self._group = group
         self._exchange = group._exchange
-        self._operation = operation
+        self._about = operation
         self._device = device
         self._key = self._exchange.key(kind)
         self._lock = self._exchange.runtime.lock()
@@ -363,10 +363,10 @@ class GatherHandle:
         deadline = self._deadline(timeout)
         self.wait(deadline.remaining())
         self._received.synchronize(deadline.remaining())
-        while self._gathered is not None and not self._gathered.query():
+        while not self._is_gathered():
             if deadline.expired():
                 raise CommTimeout(
-                    self._operation,
+                    self._about,
                     f"its slices are not gathered on the device after {timeout:g} s",
                     "The operation goes on: wait again",
                 )
@@ -384,7 +384,11 @@ class GatherHandle:
                 self._fail(error)
         if not self._done:
             return False
-        return self._error is not None or self._gathered is None or self._gathered.query()
+        return self._error is not None or self._is_gathered()
+
+    def _is_gathered(self) -> bool:
+        gathered, device = self._gathered, self._device
+        return gathered is None or device is None or device.ask(gathered.query)
 
     def exception(self) -> CommError | None:
         return self._error
@@ -395,7 +399,7 @@ class GatherHandle:
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error else "complete"
-        return f"<{state}: {self._operation}>"
+        return f"<{state}: {self._about}>"
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline(self._exchange.runtime.now, checked_timeout(timeout))
@@ -456,7 +460,7 @@ class GatherHandle:
             if item.parts != self._group.world_size:
                 raise CommError(
                     ErrorKind.CONFIG,
-                    self._operation,
+                    self._about,
                     f"the sender sent {key!r} in {item.parts} parts, and all_gather_group has "
                     f"{self._group.world_size} ranks here",
                     "Use groups of one size at both ends, or mark the tensor as not replicated: "
@@ -475,7 +479,7 @@ class GatherHandle:
             and 0 <= item.index < item.parts
             and math.prod(item.shape) == item.tensor.numel() * item.parts
         ):
-            raise protocol_error(self._operation, f"slice {key!r} contradicts itself")
+            raise protocol_error(self._about, f"slice {key!r} contradicts itself")
         return item
 
     def _excuse(self, error: CommError) -> None:
@@ -514,7 +518,7 @@ class GatherHandle:
         for peer, theirs in everybody.items():
             if isinstance(theirs, Missing):
                 raise protocol_error(
-                    self._operation, f"rank {peer} of all_gather_group has no part: {theirs.cause}"
+                    self._about, f"rank {peer} of all_gather_group has no part: {theirs.cause}"
                 )
             if isinstance(theirs, dict) and key not in theirs:
                 raise self._unequal(key, mine, peer, "no part")
@@ -528,7 +532,7 @@ class GatherHandle:
     def _unequal(self, key: str, mine: Slice, peer: int, theirs: str) -> CommError:
         return CommError(
             ErrorKind.PROTOCOL,
-            self._operation,
+            self._about,
             f"{key!r} of this rank ({_kind(mine)}) and of rank {peer} of all_gather_group "
             f"({theirs}) are not parts of one tensor: their senders sent different ones",
             "Send the same tensor on every rank of the sending group, or say that it is not "

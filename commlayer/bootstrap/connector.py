@@ -21,7 +21,9 @@ from commlayer.bootstrap.worlds import world_of_group, world_of_job
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.descriptors import need_descriptors, out_of_descriptors
-from commlayer.device.backend import StreamBackend
+from commlayer.device.backend import PairEndpoint, StreamBackend
+from commlayer.device.device import DeviceThreads
+from commlayer.device.opening import Flow, first_lanes
 from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ConfigError, ErrorKind
 from commlayer.lanes.connection import Connection
@@ -139,6 +141,9 @@ def connect_world(
     simulated = runtime is not None
     generation = generation or launched_generation()
     runtime = runtime or ThreadRuntime()
+    if isinstance(backend, StreamBackend):
+        # Drivers of host lanes let go of device objects, too.
+        runtime = DeviceThreads(runtime, backend.device())
     registry = registry or default_registry()
     loaded_host = _host(loaded, registry)
     host = loaded_host.backend
@@ -204,7 +209,9 @@ def connect_world(
                 runtime,
                 ledger,
                 progress.block,
+                config.max_device_lanes,
             )
+            _open_device_lanes(device, world, config)
         connection = Connection(
             rank=world.rank,
             size=world.size,
@@ -226,7 +233,7 @@ def connect_world(
 
         def release() -> None:
             if device is not None:
-                device.close()
+                device.close(config.close_timeout)
             endpoint.close()
             transport.close()
             at_exit.unwatch(session)
@@ -275,6 +282,18 @@ def _met(
         contacts = {rank: other.contact for rank, other in hellos.items()}
         links = rendezvous.world.call(lambda: meeting.meet(contacts))
         yield rendezvous.world, hellos, links
+
+
+def _open_device_lanes(device: DeviceSide, world: World, config: CommConfig) -> None:
+    """Make the communicators of the lanes without tags, before anything is under way."""
+    budget = min(config.device_lanes_at_connect, config.max_device_lanes)
+    for peer, flow in first_lanes(world.rank, world.size, config.channels, budget):
+
+        def make(peer: int = peer, flow: Flow = flow) -> PairEndpoint:
+            device.device.attach()  # on whatever thread `call` makes it
+            return device.maker.make(peer, flow)
+
+        device.connected(peer, flow, world.call(make))
 
 
 def _host(loaded: LoadedBackend, registry: Registry) -> LoadedBackend:

@@ -6,6 +6,7 @@ process group of two ranks; everything else is here.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,6 +17,8 @@ from torch import Tensor
 from commlayer.backend import Backend, Endpoint, Transport, World
 from commlayer.device.device import DeviceRuntime
 from commlayer.errors import CommError, ErrorKind
+
+logger = logging.getLogger("commlayer")
 
 _LONG = timedelta(days=24)
 """In milliseconds it fits into 32 bits."""
@@ -38,8 +41,35 @@ class PairEndpoint(Endpoint):
     def irecv(self, tensor: Tensor, src: int, tag: int) -> Any:
         return self._group.recv([tensor], self._other, tag)
 
+    def poll(self, work: Any) -> bool:
+        """Whether `work` is over; raises what it failed with.
+
+        A work that failed calls itself complete on some transports and never on others.
+        """
+        over = bool(work.is_completed())
+        error = work.exception()
+        if error is not None:
+            raise error
+        return over
+
+    def abort(self) -> None:
+        """Have the transport give up every operation, where it can; the device is free then."""
+        _call(self._group, "abort")
+
     def close(self) -> None:
-        self._group = None
+        """Shut the group down, where that can be said; its destructor would abort it."""
+        group, self._group = self._group, None
+        _call(group, "shutdown")
+
+
+def _call(group: Any, method: str) -> None:
+    called = getattr(group, method, None)
+    if called is None:
+        return
+    try:
+        called()
+    except Exception as error:
+        logger.warning("commlayer: %s of a device group: %s", method, error)
 
 
 class StreamTransport(Transport):
@@ -59,7 +89,7 @@ class StreamTransport(Transport):
             "Use pair()",
         )
 
-    def pair(self, name: str, peer: int) -> Endpoint:
+    def pair(self, name: str, peer: int) -> PairEndpoint:
         """Make the communicator `name` of this rank and `peer`.
 
         Ranks pair by name.  Whether this or the first operation on it waits for

@@ -1,4 +1,9 @@
-"""A handle, and retention, for asynchronous work that the library did not post."""
+"""A handle, and retention, for asynchronous work that the library did not post.
+
+Such work is never waited for before its owner waits: what a collective reads and writes is
+kept alive by its work until then, and a wait lets go of it (c10d's device groups), whether
+or not the operation has run.  So the work is held and asked, by the engines that drive lanes.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +14,19 @@ from typing import Any
 
 from torch import Tensor
 
-from commlayer.device.device import DeviceEvent
+from commlayer.device.completion import StreamCompletion
+from commlayer.device.lane import DeviceWork, HeldWorks, PassedEvent
 from commlayer.device.side import DeviceSide
-from commlayer.errors import CommError, CommTimeout, ErrorKind, OperationRef
-from commlayer.progress.deadline import Deadline, checked_timeout
+from commlayer.errors import CommError, ErrorKind, OperationRef
+from commlayer.progress.completion import Completion, HostCompletion
+from commlayer.progress.deadline import Deadline
 from commlayer.progress.ledger import Ledger
-from commlayer.progress.operation import LaneKey, Operation
+from commlayer.progress.operation import DevicePart, LaneKey, Operation
+from commlayer.progress.polling import PollingProgress
+from commlayer.progress.procedure import Completes, NativeWork, Procedure
 from commlayer.progress.runtime import Runtime
+from commlayer.progress.waiter import WaiterProgress
 from commlayer.semantics import Poll, Semantics, Threads, WaitBlocks
-
-FIRST_PAUSE = 0.0005
-LONGEST_PAUSE = 0.01
-"""Seconds between two rounds of polling: doubled from first to longest while nothing completes."""
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -60,149 +66,161 @@ class Tracked(Operation):
         text = f"tracked {self.what}" + (f" (posted at {self.site})" if self.site else "")
         return OperationRef(text, self.kind, channel=self.lane.channel)
 
+    def waits_for(self) -> str:
+        return "what it waits for"
 
-class _EventSource:
-    """Completion of a device event."""
+
+class _OnDevice:
+    """Works and events that streams can wait for."""
 
     reports = "the device"
 
-    def __init__(self, event: DeviceEvent) -> None:
-        self.event = event
+    def poll(self, work: DeviceWork) -> bool:
+        return work.done()
 
-    def poll(self) -> bool:
-        return bool(self.event.query())
+    def wait(self, work: DeviceWork) -> None:
+        """Nothing: it was polled complete, and its owner may not have waited yet."""
 
 
-class _PolledWork:
-    """Completion of a work whose poll is exact."""
+class _Event:
+    """An event where the library knows of no device: the host asks it."""
+
+    reports = "the device"
+
+    def poll(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def wait(self, event: Any) -> None:
+        """Nothing: it has passed."""
+
+
+class _Work:
+    """A work that the host waits for."""
 
     reports = "the transport"
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def poll(self, work: Any) -> bool:
+        return bool(work.is_completed())
 
-    def poll(self) -> bool:
-        if not self._work.is_completed():
-            return False
-        self._work.wait()
-        return True
+    def wait(self, work: Any) -> None:
+        work.wait()
 
 
-class TrackHandle:
-    """The handle of tracked work, with the contract of `commlayer.Handle`.
+class _StreamWork(_Work):
+    """A work of a transport whose wait orders streams."""
 
-    Of an event on a communicator with a device, `wait` orders the calling
-    thread's current stream after it and does not block the host; `synchronize`
-    does.  Otherwise both block the host.  `result` is ``None``.
-    """
+    def poll(self, work: Any) -> bool:
+        over = bool(work.is_completed())
+        error = work.exception()
+        if error is not None:
+            raise error
+        return over
 
-    __slots__ = ("_event", "_operation", "_tracker")
 
-    def __init__(self, operation: Tracked, tracker: Tracker, event: DeviceEvent | None) -> None:
-        self._operation = operation
+class _Tracking:
+    """The one step of a tracked operation, as its engine sees it."""
+
+    def __init__(self, tracker: Tracker, operation: Tracked, source: Any, work: Any) -> None:
+        self.operation = operation
+        self.name = f"track {operation.lane.tag}"
+        self.reports: str = source.reports
         self._tracker = tracker
-        self._event = event
+        self._step: NativeWork | None = NativeWork(source, work)
 
-    def wait(self, timeout: float | None = None) -> None:
-        if self._event is None or self._tracker.device is None or self._operation.settled:
-            self.synchronize(timeout)
+    wanted = True
+
+    def steps(self) -> Procedure:
+        step, self._step = self._step, None
+        try:
+            yield step
+        except Exception as error:
+            del step
+            self._tracker.settle(self, error)
             return
-        checked_timeout(timeout)
-        self._event.wait()
+        del step
+        self._tracker.settle(self, None)
 
-    def synchronize(self, timeout: float | None = None) -> None:
-        operation = self._operation
-        limit = checked_timeout(timeout)
-        if not self._tracker.ledger.wait(operation, limit):
-            raise CommTimeout(
-                operation.describe(),
-                f"not complete {self._tracker.runtime.now() - operation.posted_at:.3g} s after it "
-                f"was handed over; the limit of {limit:g} s expired",
-                "The work goes on: wait again, or see what it waits for",
-            )
-        if operation.error is not None:
-            raise operation.error.again()
+    def notice(self, sequence: int) -> None:
+        """Nothing: its only step is on its way."""
 
-    def is_completed(self) -> bool:
-        if not self._operation.settled:
-            self._tracker.poll_once()
-        return self._operation.settled
+    def wake(self) -> None:
+        """Nothing: it makes no pause."""
 
-    def exception(self) -> CommError | None:
-        return self._operation.error
-
-    def result(self, timeout: float | None = None) -> None:
-        self.wait(timeout)
-
-    def __repr__(self) -> str:
-        operation = self._operation
-        state = "pending" if not operation.settled else "failed" if operation.error else "complete"
-        return f"<{state}: {operation.describe()}>"
+    def abandon(self, error: BaseException) -> None:
+        failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
+        self._tracker.settle(self, failure)
 
 
 class Tracker:
     """Notices the completion of foreign work and holds what it reads and writes until then.
 
-    Events, and works whose poll the declared collective facts call EXACT, are
-    polled by one task that lives while there are any; every other work has a
-    task that waits for it, once.  A work of a transport that completes on
-    streams becomes an event: a stream that nothing else uses waits for it.
+    Events, and works whose poll the declared collective facts call EXACT, are polled;
+    every other work has a task that waits for it, once.
     """
 
     def __init__(
-        self, runtime: Runtime, ledger: Ledger, device: DeviceSide | None, semantics: Semantics
+        self, runtime: Runtime, ledger: Ledger, side: DeviceSide | None, semantics: Semantics
     ) -> None:
-        self.runtime = runtime
-        self.ledger = ledger
-        self.device = device
+        self._runtime = runtime
+        self._ledger = ledger
+        self._side = side
         self._semantics = semantics
+        self._polling = PollingProgress(runtime, background=True) if side is None else side.progress
+        self._waiting = WaiterProgress(runtime)
+        polled = HostCompletion(ledger, self._polling, runtime)
+        self.completion: Completion = polled if side is None else StreamCompletion(polled, side)
+        """What it means to wait for a tracked operation."""
         self._lock = runtime.lock()
-        self._polled: dict[int, tuple[Tracked, _EventSource | _PolledWork]] = {}
-        self._polling = False
-        self._asking = False
-        self._waited: set[Tracked] = set()
+        self._pending: set[_Tracking] = set()
         self._free: list[int] = []
         self._slots = 0
-        self._stream: Any = None
 
     def track(
         self, work: Any, retain: Any, where: tuple[str, int], site: str | None = None
-    ) -> TrackHandle:
-        """Hold `retain` until `work` is complete; `where` is the channel and rank to list it under.
+    ) -> Operation:
+        """Hold `work` and `retain` until it is complete; `where` is a channel and a rank.
 
+        Returns what is waited for by `completion`.
         Raises `CommError`: CONFIG for neither an event nor a work, UNSUPPORTED
         for a work that the library's own tasks may not touch.
         """
         what = f"{type(work).__module__}.{type(work).__qualname__}"
-        event: DeviceEvent | None = None
-        source: _EventSource | _PolledWork | None = None
+        source, held, polled = self._source(work, what)
+        operation = self._enter(what, tuple(leaves(retain)), where, site)
+        part = operation.device
+        if part is not None and isinstance(source, _OnDevice):
+            part.work = held
+        tracking = _Tracking(self, operation, source, held)
+        with self._lock:
+            self._pending.add(tracking)
+        (self._polling if polled else self._waiting).start(tracking)
+        return operation
+
+    def _source(self, work: Any, what: str) -> tuple[Completes, Any, bool]:
+        """What knows when `work` is complete, as what it knows it, and whether it is polled."""
+        facts, side = self._semantics.collective, self._side
         if _has(work, "query", "synchronize", "wait"):
-            event = work
-        elif _has(work, "wait", "is_completed"):
-            event = self._event_after(work)
-            if event is None:
-                self._check_threads(what)
-                if self._semantics.collective.poll is Poll.EXACT:
-                    source = _PolledWork(work)
-        else:
+            if side is None:
+                return _Event(), work, True
+            return _OnDevice(), PassedEvent(work, side.device, None), True
+        if not _has(work, "wait", "is_completed"):
             raise CommError(
                 ErrorKind.CONFIG,
                 f"track of {what}",
                 "it is neither an event (query, synchronize, wait) nor a work (wait, is_completed)",
                 "Record an event after the work, and track that",
             )
-        if event is not None:
-            source = _EventSource(event)
-        operation = self._enter(what, tuple(leaves(retain)), where, site)
-        handle = TrackHandle(operation, self, event)
-        if source is None:
-            self._wait_for(operation, work)
-        else:
-            self._poll_for(operation, source)
-        return handle
-
-    def _check_threads(self, what: str) -> None:
-        if self._semantics.threads is not Threads.MULTIPLE:
+        if side is not None and facts.wait_blocks is WaitBlocks.STREAM:
+            if facts.poll is not Poll.EXACT or not facts.wait_repeatable:
+                raise CommError(
+                    ErrorKind.UNSUPPORTED,
+                    f"track of {what}",
+                    f"the backend declares poll = {facts.poll.name} and wait_repeatable = "
+                    f"{facts.wait_repeatable} for works that complete on streams",
+                    "Wait for the work on a stream, record an event there, and track that",
+                )
+            return _OnDevice(), HeldWorks(_StreamWork(), side.device, (work,)), True
+        if self._semantics.threads is Threads.FUNNELED:
             raise CommError(
                 ErrorKind.UNSUPPORTED,
                 f"track of {what}",
@@ -210,20 +228,7 @@ class Tracker:
                 "other thread than the caller's may ask for its completion",
                 "Wait for the work itself",
             )
-
-    def _event_after(self, work: Any) -> DeviceEvent | None:
-        """An event that follows `work`, where works complete on streams; no stream is held up."""
-        side = self.device
-        if side is None or self._semantics.collective.wait_blocks is not WaitBlocks.STREAM:
-            return None
-        with side.lock:
-            if self._stream is None:
-                self._stream = side.device.stream()
-            event = side.device.event()
-            with self._stream:
-                work.wait()
-                event.record(self._stream)
-        return event
+        return _Work(), work, facts.poll is Poll.EXACT
 
     def _enter(
         self, what: str, retained: tuple[Any, ...], where: tuple[str, int], site: str | None
@@ -237,101 +242,44 @@ class Tracker:
                 self._slots += 1
         channel, rank = where
         lane = LaneKey(channel, rank, "track", str(slot))
-        operation = Tracked(what, lane, self.runtime.now(), site)
+        operation = Tracked(what, lane, self._runtime.now(), site)
         operation.retained = retained
         operation.nbytes = sum(item.nbytes for item in retained if isinstance(item, Tensor))
-        if self.device is not None:
-            operation.notify = self.device.notify
-        self.ledger.admit(operation)
+        if self._side is not None:
+            operation.device = DevicePart()
+            operation.notify = self._side.notify
+        self._ledger.admit(operation)
         return operation
 
-    def _wait_for(self, operation: Tracked, work: Any) -> None:
-        with self._lock:
-            self._waited.add(operation)
-
-        def wait() -> None:
-            error: Exception | None = None
-            try:
-                work.wait()
-            except Exception as raised:
-                error = raised
-            self._settle(operation, error, "the transport")
-
-        self.runtime.spawn(wait, f"commlayer track {operation.lane.tag}")
-
-    def _poll_for(self, operation: Tracked, source: _EventSource | _PolledWork) -> None:
-        with self._lock:
-            self._polled[id(operation)] = (operation, source)
-            start, self._polling = not self._polling, True
-        if start:
-            self.runtime.spawn(self._poll, "commlayer track")
-
-    def _poll(self) -> None:
-        pause = FIRST_PAUSE
-        while True:
-            moved = self.poll_once()
-            with self._lock:
-                if not self._polled:
-                    self._polling = False
-                    return
-            pause = FIRST_PAUSE if moved else min(2 * pause, LONGEST_PAUSE)
-            self.runtime.sleep(pause)
-
-    def poll_once(self) -> bool:
-        """Settle whatever is complete; True if anything was.
-
-        Never blocks: returns at once if another task is doing so.
-        """
-        with self._lock:
-            if self._asking:
-                return False
-            self._asking = True
-            polled = list(self._polled.values())
-        try:
-            moved = False
-            for operation, source in polled:
-                moved |= self._ask(operation, source)
-            return moved
-        finally:
-            self._asking = False
-
-    def _ask(self, operation: Tracked, source: _EventSource | _PolledWork) -> bool:
-        error: Exception | None = None
-        try:
-            if not source.poll():
-                return False
-        except Exception as raised:
-            error = raised
-        self._settle(operation, error, source.reports)
-        return True
-
-    def _settle(self, operation: Tracked, error: Exception | None, reports: str) -> None:
+    def settle(self, tracking: _Tracking, error: Exception | None) -> None:
+        """Note that its work is over.  Called by its engine."""
+        operation = tracking.operation
         if error is None:
-            self.ledger.complete(operation)
+            self._ledger.complete(operation)
         else:
             lines = str(error).strip().splitlines() or [type(error).__name__]
+            side = self._side
+            here = side is not None and side.device.failed_here(error)
             failure = CommError(
-                ErrorKind.PEER_LOST,
-                operation.describe(),
-                f"{reports} reports: {lines[0]}",
+                ErrorKind.DEVICE if here else ErrorKind.PEER_LOST,
+                operation,
+                f"{tracking.reports} reports: {lines[0]}",
                 "See that error; what it concerns may be unusable from now on",
             )
             failure.__cause__ = error
-            self.ledger.fail(operation, failure)
+            self._ledger.fail(operation, failure)
         with self._lock:
-            self._polled.pop(id(operation), None)
-            self._waited.discard(operation)
+            self._pending.discard(tracking)
             self._free.append(int(operation.lane.tag))
 
     def join(self, deadline: Deadline) -> bool:
         """Wait until nothing is pending; False if something is at `deadline`.  It goes on."""
-        for operation in self._pending():
-            self.ledger.wait(operation, deadline.remaining())
-        return not self._pending()
-
-    def _pending(self) -> list[Tracked]:
         with self._lock:
-            return [*(operation for operation, _ in self._polled.values()), *self._waited]
+            pending = list(self._pending)
+        for tracking in pending:
+            self._ledger.wait(tracking.operation, deadline.remaining())
+        with self._lock:
+            return not self._pending
 
 
 def _has(value: Any, *methods: str) -> bool:

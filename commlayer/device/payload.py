@@ -24,7 +24,6 @@ from commlayer.device.side import DeviceSide
 from commlayer.errors import About
 from commlayer.progress.claim import Claim
 from commlayer.progress.operation import DevicePart, LaneKey, Operation
-from commlayer.progress.retention import DeviceHold
 from commlayer.wire.frame import Kind, Placement, protocol_error
 from commlayer.wire.message import Layout, Outgoing, plain
 from commlayer.wire.reader import Incoming, Schema
@@ -63,9 +62,13 @@ class SendPayload:
         assert part is not None
         operation.parts = 2
         part.host_payload = bool(outgoing.payload)
-        if part.hold is not DeviceHold.POST:
-            part.buffers = outgoing.device_payload
+        part.buffers = outgoing.device_payload
         self._operations = [*self.pending, operation]
+
+    def open(self, outgoing: Outgoing) -> None:
+        """Raise if there is no device lane for `outgoing`, before anything of it is posted."""
+        if outgoing.device_payload:
+            self._side.open(_reserved_key(self._key) if outgoing.reserved else self._key)
 
     def post(self, operation: Operation, outgoing: Outgoing) -> None:
         """Post the device payload of `outgoing`.  Called in the user's call, under `turn`."""
@@ -74,7 +77,7 @@ class SendPayload:
             if outgoing.reserved:
                 key = _reserved_key(key)
                 self._reserved = outgoing.device_payload[0].numel()
-            self._side.lane(key, self._failed).send(operation, outgoing.device_payload)
+            self._side.lane(key).send(operation, outgoing.device_payload)
 
     def goodbye(self) -> Outgoing:
         """The last message.  It announces padding where the peer may have posted a receive."""
@@ -92,7 +95,7 @@ class SendPayload:
             padding = self._side.device.empty((self._reserved,), torch.uint8)
         operation = Operation("last payload", self._key, 0, self._side.runtime.now())
         operation.device = DevicePart(buffers=(padding,))
-        self._side.lane(_reserved_key(self._key), self._failed).send(operation, (padding,))
+        self._side.lane(_reserved_key(self._key)).send(operation, (padding,))
 
     def post_failed(self, error: Exception) -> None:
         """`advance` has raised `error`."""
@@ -129,7 +132,7 @@ class ReceivePayload:
         self._deferred: deque[tuple[Claim | None, Incoming]] = deque()
         self._goodbye: Incoming | None = None
         self._reserved = 0
-        self._ahead: Tensor | None = None
+        self._ahead: tuple[Tensor, DevicePart] | None = None
 
     def declare(self, schema: Schema, where: About) -> None:
         """Note the declared size of a message; raises `CommError` (PROTOCOL) for another one."""
@@ -152,9 +155,7 @@ class ReceivePayload:
         try:
             with side.lock:
                 if size == self._reserved and self._ahead is None:
-                    buffer = self._empty((size,), torch.uint8)
-                    self._receive_reserved("receive posted ahead", buffer)
-                    self._ahead = buffer
+                    self._ahead = self._receive_reserved("receive posted ahead", size)
         except _NoMemory:
             pass  # it is posted when its header is here, if there is room then
         except Exception as error:
@@ -234,24 +235,27 @@ class ReceivePayload:
                 incoming.tensors[index] = fresh
                 buffer = as_bytes(fresh)
             buffers.append(buffer)
-        lane = self._side.lane(self._key, self._failed)
+        lane = self._side.lane(self._key)
         if claim is None:
             lane.receive(self._internal("discarded receive"), buffers, lambda: None)
             return
         operation = claim.operation
         assert operation.device is not None
         operation.device.received = buffers
-        lane.receive(operation, buffers, lambda: self._build(claim, incoming))
+        lane.receive(
+            operation,
+            buffers,
+            lambda: self._build(claim, incoming),
+            kernels=claim.copies and incoming.tensors[0] is not None,
+        )
 
     def _receive_at_most(self, claim: Claim | None, incoming: Incoming) -> None:
         """As `_receive`, for a reserved message: its receive may be posted already."""
-        buffer, self._ahead = self._ahead, None
+        ahead, self._ahead = self._ahead, None
         body = incoming.body
         if incoming.kind is Kind.GOODBYE:
             self._reserved = 0
-        if buffer is None:
-            buffer = self._empty((body.at_most,), torch.uint8)
-            self._receive_reserved("receive of a declared size", buffer)
+        buffer, posted = ahead or self._receive_reserved("receive of a declared size", body.at_most)
         if claim is None:
             return
         meta = body.tensors[0]
@@ -261,12 +265,22 @@ class ReceivePayload:
         operation = claim.operation
         assert operation.device is not None
         operation.device.received = [buffer]
-        lane = self._side.lane(_reserved_key(self._key), self._failed)
-        lane.receive(operation, (), lambda: self._build(claim, incoming))
+        lane = self._side.lane(_reserved_key(self._key))
+        lane.receive(
+            operation,
+            (),
+            lambda: self._build(claim, incoming),
+            kernels=claim.copies,
+            follows=posted,
+        )
 
-    def _receive_reserved(self, kind: str, buffer: Tensor) -> None:
-        lane = self._side.lane(_reserved_key(self._key), self._failed)
-        lane.receive(self._internal(kind), [buffer], lambda: None)
+    def _receive_reserved(self, kind: str, size: int) -> tuple[Tensor, DevicePart]:
+        """Post the receive of a message of the declared size."""
+        buffer = self._empty((size,), torch.uint8)
+        operation = self._internal(kind)
+        assert operation.device is not None
+        self._side.lane(_reserved_key(self._key)).receive(operation, [buffer], lambda: None)
+        return buffer, operation.device
 
     def _internal(self, kind: str) -> Operation:
         """An operation of the library's own."""

@@ -60,6 +60,10 @@ class MessageClaim:
         self._by_bytes = into is not None and into.is_contiguous() and not is_lazy_view(into)
         self._copy = copy
 
+    @property
+    def copies(self) -> bool:
+        return self._target is not None
+
     def refusal(self, incoming: Incoming) -> CommError | None:
         if incoming.kind is not self._kind:
             what = _CALLS.get(incoming.kind, "a message of the library's own")

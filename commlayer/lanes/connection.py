@@ -24,7 +24,7 @@ from commlayer.progress.engine import ProgressEngine
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import Operation
 from commlayer.progress.runtime import Event, Runtime
-from commlayer.wire.control import Answer, Ask, Control, LaneBroken, decode_control
+from commlayer.wire.control import Answer, Ask, Control, LaneBroken, OpenLane, decode_control
 from commlayer.wire.frame import Kind, protocol_error
 from commlayer.wire.reader import Incoming
 from commlayer.wire.tags import CONTROL_LANE, TagMap
@@ -79,6 +79,9 @@ class Connection:
         """Told of what a peer asks or answers, on the driver of its control lane; it may raise
         `CommError` for what cannot be trusted."""
         ledger.block = self.block
+        if device is not None:
+            device.tell = self._open_lane
+            device.peer_failed = lambda rank, cause: self.peers[rank].transport_failed(cause)
 
     def open(self) -> None:
         """Begin to listen to every peer."""
@@ -130,6 +133,12 @@ class Connection:
             self.progress.notice(operation)
         return operation is not None
 
+    def _open_lane(self, rank: int, message: OpenLane) -> None:
+        """Say something of a device lane to `rank`, at once."""
+        operation = self.peers[rank].post_control(message)
+        if operation is not None:
+            self.progress.notice(operation)
+
     def handle_control(self, peer: Peer, message: Control) -> None:
         """Act on a control message of `peer`.  Called by the driver of its control lane."""
         if isinstance(message, (Ask, Answer)):
@@ -138,7 +147,10 @@ class Connection:
             return
         if not all(self.tags.valid(*name) for name in message.lanes()):
             raise protocol_error(f"control message of rank {peer.rank}", "it names an unknown lane")
-        if isinstance(message, LaneBroken):
+        if isinstance(message, OpenLane):
+            if self.device is not None:
+                self.device.maker.hear(peer.rank, message)
+        elif isinstance(message, LaneBroken):
             peer.send_lane(message.lane).fail(
                 CommError(
                     ErrorKind.PROTOCOL,
@@ -206,6 +218,7 @@ class _ControlClaim:
     """Asks for the next control message, again and again."""
 
     at_most = -1
+    copies = False
 
     def __init__(self, connection: Connection, peer: Peer, lane: RecvLane) -> None:
         self._connection = connection

@@ -101,7 +101,14 @@ class Peer:
         return lane
 
     def transport_failed(self, cause: Exception) -> CommError:
-        """A native operation failed: every lane with the peer fails.  Returns the error."""
+        """A native operation failed: every lane with the peer fails.  Returns the error.
+
+        Where it is this rank's own device that failed, what is on the device fails instead.
+        """
+        device = self._context.device
+        here = None if device is None else device.failed_here(cause)
+        if here is not None:
+            return here
         error = self.error
         if error is None:
             error = CommError(

@@ -17,10 +17,11 @@ from torch import Tensor
 from commlayer.config import CommConfig
 from commlayer.device.reach import Memory
 from commlayer.errors import CommError, ConfigError
-from commlayer.handle import CompositeHandle, Handle, OperationHandle, StreamHandle
+from commlayer.handle import AllOf, Handle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.connection import Connection
 from commlayer.lanes.encode import Encoder
+from commlayer.progress.completion import Completion
 from commlayer.progress.lifetime import Fingerprint
 from commlayer.progress.operation import DevicePart, LaneKey, Operation, calling_site
 from commlayer.progress.retention import DeviceHold
@@ -56,6 +57,7 @@ class Posting:
         memory: Memory,
         config: CommConfig,
         device_hold: DeviceHold,
+        completion: Completion,
         channel: str,
         broadcast_channel: str,
         broadcasts: BroadcastState,
@@ -68,6 +70,7 @@ class Posting:
         self._encoder = encoder
         self._memory = memory
         self._device_hold = device_hold
+        self._completion = completion
         self._channel = channel
         self._broadcast_channel = broadcast_channel
         self._broadcasts = broadcasts
@@ -179,8 +182,7 @@ class Posting:
         if target is None or side is None or not side.device.holds(target):
             return MessageClaim(operation, kind, operation.step, target, None, at_most)
         assert operation.device is not None
-        operation.device.after = side.device.event()
-        operation.device.after.record(side.device.current_stream())
+        operation.device.after = side.here()
         return MessageClaim(operation, kind, operation.step, target, side.device.copy, at_most)
 
     def _admit(self, operation: Operation, outgoing: Outgoing) -> None:
@@ -190,13 +192,7 @@ class Posting:
             operation.fingerprint = Fingerprint(outgoing.payload)
 
     def _handle(self, operation: Operation) -> Handle:
-        connection = self._connection
-        host = OperationHandle(
-            operation, connection.ledger, connection.progress, connection.runtime
-        )
-        if connection.device is None:
-            return host
-        return StreamHandle(operation, host, connection.device)
+        return Handle(operation, self._completion)
 
     # Broadcasts
 
@@ -216,7 +212,7 @@ class Posting:
                 raise ConfigError(operations[0], "rank src has no tensor", "Pass one")
             outgoing = self._encoder.encode(operations[0], kind, value, state.step, size)
             sends = self._fan_out(operations, outgoing) if self._peers else []
-            return CompositeHandle(sends, self._now, lambda: value)
+            return AllOf(sends, self._now, lambda: value)
         operation = self._make(call, self._lane(src, "recv"))
         target = value if kind is Kind.TENSOR else None
         if target is not None:

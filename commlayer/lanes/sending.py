@@ -105,6 +105,7 @@ class SendLane:
         if self._payload is None:
             self._post_host(operation, outgoing)
             return
+        self._payload.open(outgoing)
         with self._payload.turn:
             self._post_host(operation, outgoing)
             self._post_device(operation, outgoing)

@@ -22,6 +22,11 @@ class Claim(Protocol):
         """The size in bytes that was declared for its tensor; -1 if none was."""
         ...
 
+    @property
+    def copies(self) -> bool:
+        """Whether `value` copies a tensor of the message into memory of the caller's."""
+        ...
+
     def refusal(self, incoming: Incoming) -> CommError | None:
         """Why `incoming` is not what was asked for, or ``None``."""
         ...

@@ -45,7 +45,8 @@ class DevicePart:
     `buffers` are what it sends, held as long as `hold` says, and `received` the memory that
     is to be recorded on every stream that waits.  `work` is what a stream can wait for in
     place of the host: the posted part of an operation without `host_payload`.  A receive
-    into the caller's memory must come `after` an event.  `done` tells that it has ended.
+    into the caller's memory must come `after` a `Point` of his stream.  `done` tells that
+    it has ended.
     """
 
     __slots__ = ("after", "buffers", "done", "hold", "host_payload", "received", "work")
@@ -123,6 +124,10 @@ class Operation:
 
     def __str__(self) -> str:
         return str(self.describe())
+
+    def waits_for(self) -> str:
+        """Where to look when it does not complete."""
+        return f"what rank {self.lane.peer} does"
 
     def describe(self) -> OperationRef:
         """What errors and reports name it by."""

@@ -154,9 +154,9 @@ class PollingProgress:
         if type(step) is Wait:
             return step.event.is_set() or (within is not None and within.expired())
         if type(step) is NativeWork:
-            if not step.endpoint.poll(step.work):
+            if not step.source.poll(step.work):
                 return False
-            step.endpoint.wait(step.work)
+            step.source.wait(step.work)
         return True
 
     def block(self, event: Event, timeout: float | None) -> bool:

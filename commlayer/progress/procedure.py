@@ -10,14 +10,25 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, NamedTuple, Protocol
 
-from commlayer.backend import Endpoint
 from commlayer.progress.runtime import Event
 
 
-class NativeWork(NamedTuple):
-    """A posted native operation that a lane waits for."""
+class Completes(Protocol):
+    """What knows when a work is complete: an endpoint, of its own works."""
 
-    endpoint: Endpoint
+    def wait(self, work: Any) -> None:
+        """Wait for `work` as `Endpoint.wait` does; after a `poll` that was true, at once."""
+        ...
+
+    def poll(self, work: Any) -> bool:
+        """Whether `work` is over; called only where that is exact."""
+        ...
+
+
+class NativeWork(NamedTuple):
+    """A posted native operation that a lane waits for, and who knows when it is complete."""
+
+    source: Completes
     work: Any
 
 

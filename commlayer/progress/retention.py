@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.policies import Policy
-from commlayer.semantics import SourceLifetime, WaitBlocks
+from commlayer.semantics import WaitBlocks
 from commlayer.wire.tensors import as_bytes
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 class DeviceHold(str, Enum):
     """How long the library refers to what the device part of a send reads."""
 
-    POST = "post"
-    """Until it is posted: the transport tells the allocator what it still reads."""
     EVENT = "event"
     """Until the device event that follows it."""
     COMPLETION = "completion"
@@ -64,21 +62,6 @@ class HoldUntilEvent(HoldReferences):
     device_hold = DeviceHold.EVENT
 
 
-class RecordStream(HoldReferences):
-    """Hold no device memory: the allocator knows from the transport what is still read.
-
-    It frees later than a reference would: once work that was queued before the
-    free has run too.
-    """
-
-    name = "record_stream"
-    requires: Mapping[str, Collection[Any]] = {
-        "wait_blocks": {WaitBlocks.STREAM},
-        "source_lifetime": {SourceLifetime.RECORD_STREAM},
-    }
-    device_hold = DeviceHold.POST
-
-
 class CopyOnPost:
     """Copy tensors when they are posted: the caller may overwrite them at once.
 
@@ -111,7 +94,7 @@ def _copied(tensor: Tensor) -> Tensor:
     return data.view(tensor.dtype).view(tensor.shape)
 
 
-_PLAIN = (HoldReferences, HoldUntilEvent, RecordStream)
+_PLAIN = (HoldReferences, HoldUntilEvent)
 
 
 def retention_policy(config: CommConfig) -> RetentionPolicy:

@@ -46,10 +46,10 @@ class Waiter:
         step, self._step = self._step, None
         error: Exception | None = None
         if type(step) is NativeWork:
-            endpoint, work = step
+            source, work = step
             step = None
             try:
-                endpoint.wait(work)
+                source.wait(work)
             except Exception as raised:
                 error = raised
             del work

@@ -7,6 +7,7 @@ import msgspec
 from commlayer.errors import About
 from commlayer.wire.frame import protocol_error
 from commlayer.wire.rank_state import RankState
+from commlayer.wire.tags import RESERVED
 
 LaneName = tuple[str, str]
 """Channel and tag of a lane; its direction follows from who names it."""
@@ -77,7 +78,27 @@ class Answer(
     state: RankState
 
 
-Control = Bye | ByeAck | LaneBroken | Ask | Answer
+class OpenLane(
+    msgspec.Struct, tag="open_lane", array_like=True, frozen=True, forbid_unknown_fields=True
+):
+    """About the communicator of a device lane, which goes `up` from the lower rank or not.
+
+    `stage` is ``"want"`` (from the higher rank: lead), ``"ready"`` (from the lower one, which
+    waits for the answer), ``"go"`` (I begin now, too) or ``"refuse"``, for `cause`.
+    """
+
+    lane: LaneName
+    up: bool
+    stage: str
+    cause: str = ""
+
+    def lanes(self) -> tuple[LaneName, ...]:
+        """All that it names."""
+        channel, tag = self.lane
+        return ((channel, tag.removesuffix(RESERVED)),)
+
+
+Control = Bye | ByeAck | LaneBroken | Ask | Answer | OpenLane
 
 _decoder = msgspec.msgpack.Decoder(Control)
 _encoder = msgspec.msgpack.Encoder()

@@ -144,7 +144,7 @@ def test_widths_change_and_steps_are_skipped(on: str, strategy: Strategy) -> Non
     explored(body, on, strategy)
 
 
-@pytest.mark.parametrize("retention", ["hold_until_event", "record_stream"])
+@pytest.mark.parametrize("retention", ["hold_references", "hold_until_event"])
 def test_every_retention(retention: str) -> None:
     def body(rank: Rank, comm: Communicator) -> None:
         for value, size in enumerate([3, AT_MOST, 5]):

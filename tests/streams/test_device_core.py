@@ -85,8 +85,6 @@ def test_works_in_inference_mode() -> None:
 @pytest.mark.parametrize(
     ("on", "policy", "fact"),
     [
-        ("hccl", {"retention": "record_stream"}, "source_lifetime"),
-        ("ccl_bindings", {"retention": "record_stream"}, "wait_blocks"),
         ("ccl_bindings", {"retention": "hold_until_event"}, "wait_blocks"),
         ("nccl", {"reaping": "gate_on_device"}, "completion"),
         ("xccl", {"reaping": "gate_on_device"}, "completion"),
@@ -106,7 +104,6 @@ def test_an_unsound_policy_is_refused_with_the_fact(
 @pytest.mark.parametrize(
     "policy",
     [
-        {"retention": "record_stream"},
         {"retention": "hold_until_event"},
         {"reaping": "gate_on_device"},
     ],
@@ -178,27 +175,6 @@ def test_the_gate_opens_in_order() -> None:
     assert book.snapshot().sends == 2
     book.complete_device_part(first)
     assert book.snapshot().sends == 0
-
-
-def test_a_recorded_source_is_not_referred_to() -> None:
-    def body(rank: Rank) -> None:
-        comm, peer = connect_device(rank, GLOO, retention="record_stream"), 1 - rank.index
-        use(rank, exchanged(comm, rank, peer), 10 * peer + 1)
-        source = rank.arena.full(10 * rank.index + 2, NBYTES)
-        kept = weakref.ref(source.untyped_storage())
-        rank.device.synchronize()
-        comm.isend(source, peer)
-        del source
-        if rank.index == 0:
-            assert kept() is None
-        use(rank, comm.recv(None, peer), 10 * peer + 2)
-
-    run(body, "nccl")
-
-
-def exchanged(comm: Communicator, rank: Rank, peer: int) -> torch.Tensor:
-    comm.isend(rank.arena.full(10 * rank.index + 1, NBYTES), peer)
-    return comm.recv(None, peer)
 
 
 # -- refusals ------------------------------------------------------------------------

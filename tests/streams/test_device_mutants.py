@@ -8,37 +8,39 @@ from typing import Any
 import pytest
 from commlayer_testkit.sim import FailureKind, explore
 from commlayer_testkit.sim.mount_device import SimDeviceRuntime
-from commlayer_testkit.sim.streams import SimEvent
 
 from commlayer.device.backend import StreamTransport
-from commlayer.device.lane import DeviceLane
+from commlayer.device.lane import DeviceLane, HeldWorks
+from commlayer.device.opening import Flow, LaneMaker
 from commlayer.device.payload import ReceivePayload, SendPayload
 from commlayer.device.side import DeviceSide
-from commlayer.handle import StreamHandle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.receiving import RecvLane
 from commlayer.progress.operation import Operation
-from commlayer.progress.retention import DeviceHold, HoldReferences
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def holds_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HoldReferences, "device_hold", DeviceHold.POST)
+    """Nothing but the transport refers to what is sent once it is posted."""
+    whole = DeviceLane._post_into
+
+    def post(self: DeviceLane, works: list[Any], message: Any) -> None:
+        whole(self, works, message)
+        if not message.receives:
+            posted = self._queue.pop()
+            self._queue.append(posted._replace(message=message._replace(tensors=())))
+            message.operation.device.buffers = ()
+
+    patch.setattr(DeviceLane, "_post_into", post)
 
 
 def completes_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DeviceLane, "poll", lambda self, work: True)
+    patch.setattr(HeldWorks, "done", lambda self: True)
 
 
 def waits_for_nothing(patch: pytest.MonkeyPatch) -> None:
-    def wait(self: StreamHandle, timeout: float | None = None) -> None:
-        operation = self._operation
-        part = operation.device
-        assert part is not None
-        self._block_until(lambda: operation.settled or part.work is not None, timeout)
-
-    patch.setattr(StreamHandle, "wait", wait)
+    patch.setattr(HeldWorks, "order", lambda self: None)
 
 
 def records_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -46,34 +48,42 @@ def records_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def posts_unordered(patch: pytest.MonkeyPatch) -> None:
-    record = SimEvent.record
-    hold = DeviceLane._hold
+    whole = DeviceLane._post_into
 
-    def unordered(self: DeviceLane, *args: Any) -> None:
-        with patch.context() as inside:
-            inside.setattr(SimEvent, "record", lambda self, stream=None: None)
-            inside.setattr(DeviceLane, "_post", lambda self, held: kept.append(held))
-            kept: list[Any] = []
-            hold(self, *args)
-        SimEvent.record = record  # type: ignore[method-assign]
-        for held in kept:
-            self._post(held)
+    def post(self: DeviceLane, works: list[Any], message: Any) -> None:
+        with self._device.stream():
+            whole(self, works, message)
 
-    patch.setattr(DeviceLane, "_hold", unordered)
+    patch.setattr(DeviceLane, "_post_into", post)
 
 
 def forgets_the_receivers_stream(patch: pytest.MonkeyPatch) -> None:
-    def hold(self: DeviceLane, operation: Operation, *args: Any) -> None:
-        if operation.device is not None:
-            operation.device.after = None
-        whole(self, operation, *args)
+    def take(self: DeviceLane, message: Any) -> None:
+        message.operation.device.after = None
+        whole(self, message)
 
-    whole = DeviceLane._hold
-    patch.setattr(DeviceLane, "_hold", hold)
+    whole = DeviceLane._take
+    patch.setattr(DeviceLane, "_take", take)
+
+
+def connects_in_the_first_operation(patch: pytest.MonkeyPatch) -> None:
+    """A lane gets its communicator at once, and whoever posts first waits for the peer in it."""
+
+    def want(self: LaneMaker, peer: int, flow: Flow) -> None:
+        transport = self._transport
+        self._lanes.connected(peer, flow, transport.pair(str(flow), peer))
+
+    patch.setattr(LaneMaker, "want", want)
+    patch.setattr(DeviceSide, "connected", _connect)
+    patch.setattr(DeviceLane, "_posts_now", lambda self: not self._held)
+
+
+def _connect(self: DeviceSide, peer: int, flow: Flow, endpoint: Any) -> None:
+    self._lanes[flow.key(self._transport.rank, peer)].connect(endpoint)
 
 
 def posts_in_the_caller(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DeviceLane, "_never_blocks", lambda self, *allowed: True)
+    patch.setattr(DeviceLane, "_posts_now", lambda self: self.connected and not self._held)
 
 
 def one_communicator_a_channel(patch: pytest.MonkeyPatch) -> None:
@@ -134,7 +144,7 @@ MEMORY = (
     FailureKind.OVERWRITTEN,
     FailureKind.ERROR,
 )
-STUCK = (FailureKind.DEADLOCK, FailureKind.WATCHDOG, FailureKind.ERROR)
+STUCK = (FailureKind.DEADLOCK, FailureKind.WATCHDOG, FailureKind.ERROR, FailureKind.MISUSE)
 
 MUTANTS: list[tuple[Patch, str, str, tuple[FailureKind, ...]]] = [
     (holds_nothing, "core_device_dicts", "hccl", MEMORY),
@@ -145,9 +155,10 @@ MUTANTS: list[tuple[Patch, str, str, tuple[FailureKind, ...]]] = [
     (records_nothing, "core_device_two_waiters", "hccl", MEMORY),
     (records_nothing, "core_device_waited_late", "hccl", MEMORY),
     (posts_unordered, "core_device_dicts", "hccl", MEMORY),
-    (forgets_the_receivers_stream, "core_device_raw", "hccl", MEMORY),
-    (posts_in_the_caller, "core_device_sends_first", "xccl", (FailureKind.DEADLOCK,)),
-    (posts_in_the_caller, "core_device_sends_first", "nccl", (FailureKind.DEADLOCK,)),
+    (forgets_the_receivers_stream, "core_device_raw", "hccl_connected", MEMORY),
+    (connects_in_the_first_operation, "core_device_sends_first", "xccl", STUCK),
+    (connects_in_the_first_operation, "core_device_sends_first", "nccl", (FailureKind.DEADLOCK,)),
+    (connects_in_the_first_operation, "core_device_sends_first", "hccl", (FailureKind.DEADLOCK,)),
     (posts_in_the_caller, "core_device_posts_unmatched", "ccl_bindings", (FailureKind.DEADLOCK,)),
     (one_communicator_a_channel, "core_device_receives_first", "hccl_connected", STUCK),
     (one_communicator_a_direction, "core_device_lanes", "hccl_connected", MEMORY),
@@ -155,7 +166,7 @@ MUTANTS: list[tuple[Patch, str, str, tuple[FailureKind, ...]]] = [
     (accepts_any_message, "core_device_refused", "hccl", (FailureKind.ABORT, FailureKind.ERROR)),
     (receives_out_of_order, "core_device_two_claimers", "hccl", (*MEMORY, *STUCK)),
     (keeps_what_arrived, "core_device_close_unclaimed", "hccl", STUCK),
-    (forgets_device_operations, "core_device_peer_lost", "hccl", (FailureKind.ERROR,)),
+    (forgets_device_operations, "core_device_peer_lost", "hccl", STUCK),
     (wakes_nobody, "core_device_sends_first", "hccl", STUCK),
 ]
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.handle import CompositeHandle, Handle, checked_timeout
+from commlayer.handle import AllOf, Handle, checked_timeout
 from commlayer.semantics import Semantics
 
 LARGE = 3000
@@ -33,7 +33,7 @@ BOTH = pytest.mark.parametrize("semantics", [WAITED, SERIALIZED], ids=["waiter",
 def test_a_wrong_timeout_is_refused_and_changes_nothing(limit: Any) -> None:
     with connected() as (a, b):
         receive = b.irecv(None, 0)
-        both = CompositeHandle([receive], lambda: 0.0)
+        both = AllOf([receive], lambda: 0.0)
         for call in (receive.wait, receive.synchronize, receive.result, both.wait, both.result):
             with pytest.raises(ValueError, match="timeout"):
                 call(limit)

@@ -143,7 +143,7 @@ def test_names_select_policies() -> None:
         (
             "retention",
             retention_policy,
-            "hold_references, hold_until_event, record_stream, copy_on_post",
+            "hold_references, hold_until_event, copy_on_post",
         ),
         ("reaping", reaping_policy, "background, fifo, gate_on_device"),
     ],

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from commlayer.handle import CompositeHandle, Handle
+from commlayer.handle import AllOf, Handle
 from commlayer.pipeline.loop import Activation, Channels, StageLoop
 from commlayer.pipeline.topology import Topology
 from commlayer_demo.model import KVCache, Span, Stage
@@ -200,4 +200,4 @@ class Alone:
         raise NotImplementedError("a single process has nobody to receive from")
 
     def broadcast(self, tensor: Tensor, src: int, async_op: bool) -> Handle:
-        return CompositeHandle((), time.monotonic)
+        return AllOf((), time.monotonic)

@@ -1,4 +1,4 @@
-"""CUDA's streams and events, asked without disturbing the capture of a graph.
+"""CUDA's events and works, asked without disturbing the capture of a graph.
 
 While any thread captures in CUDA's default (global) mode, an event query of
 another thread fails and invalidates the capture, unless that thread has chosen
@@ -9,6 +9,7 @@ torch's own watchdog does the same, pytorch pull request 148594).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -19,34 +20,29 @@ from commlayer.device.device import TorchDevice
 _THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal
 
 
-class CudaEvent(torch.Event):
-    """An event that any thread may query while a graph is captured.
+class CudaDevice(TorchDevice):
+    """One CUDA device."""
 
-    False while the calling thread captures, where nothing may be asked.
-    """
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
-    def query(self) -> bool:
+    def ask(self, query: Callable[[], bool]) -> bool:
+        """False while the calling thread captures, where nothing may be asked."""
         if torch.cuda.is_current_stream_capturing():
             return False
         exchange = _exchange()
         if exchange is None:
-            return super().query()
+            return query()
         mode = ctypes.c_int(_THREAD_LOCAL)
         exchange(ctypes.byref(mode))
         try:
-            return super().query()
+            return query()
         finally:
             exchange(ctypes.byref(mode))
 
-
-class CudaDevice(TorchDevice):
-    """One CUDA device."""
-
-    def event(self) -> CudaEvent:
-        return CudaEvent(self._device)
-
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+    def failed_here(self, error: BaseException) -> bool:
+        # NCCL passes an error of the runtime on in words of its own.
+        return super().failed_here(error) or "ncclUnhandledCudaError" in str(error)
 
 
 @cache

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from commlayer.errors import CommError, CommTimeout, ErrorKind
+from commlayer.handle import Handle
 from commlayer.progress.deadline import checked_timeout
 
 
-class Task:
+class Task(Handle):
     """One step of a line; a `commlayer.Handle`.  `operation` names it in errors."""
 
     def __init__(self, operation: str, run: Callable[[], Any]) -> None:

@@ -48,7 +48,7 @@ class Wire(Protocol):
         ...
 
 
-class DictHandle:
+class DictHandle(Handle[dict[str, Any]]):
     """The handle of a received tensor dict: waiting puts the entries into the engine's dict.
 
     The contract is that of `commlayer.Handle`; `result` returns the engine's dict.

@@ -195,7 +195,7 @@ class VllmWire:
         return value
 
 
-class DictReceive:
+class DictReceive(Handle):
     """The handle of a received dict; a `commlayer.Handle`.
 
     `later` are the device receives that the waiting thread posts, in the order of
@@ -242,7 +242,7 @@ class DictReceive:
         return self.target
 
 
-class DeviceSend:
+class DeviceSend(Handle[None]):
     """The handle of one tensor sent from a device; holds the tensor until it is complete."""
 
     def __init__(self, work: Any, tensor: Tensor) -> None:

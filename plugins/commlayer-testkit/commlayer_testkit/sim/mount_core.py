@@ -63,7 +63,7 @@ def mount(
     return connect_world(
         BackendWorld(rank.index, len(rank.world.ranks), NoStore(), 60.0),
         LoadedBackend(backend, "simulator", ""),
-        CommConfig(**{"headers_ahead": 2, **config}),
+        CommConfig(**{"headers_ahead": 2, "device_lanes_at_connect": 0, **config}),
         registry=registry,
         runtime=rank.runtime,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -24,6 +24,9 @@ class SimDeviceRuntime:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
+
+    def attach(self) -> None:
+        """Nothing: a simulated task is on the device of its rank."""
 
     def stream(self) -> AbstractContextManager[SimStream]:
         return self._rank.device.stream()
@@ -57,6 +60,12 @@ class SimDeviceRuntime:
 
     def capturing(self) -> bool:
         return False
+
+    def ask(self, query: Callable[[], bool]) -> bool:
+        return query()
+
+    def failed_here(self, error: BaseException) -> bool:
+        return isinstance(error, torch.AcceleratorError)
 
 
 class SimGroup:

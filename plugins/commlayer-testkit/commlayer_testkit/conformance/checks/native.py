@@ -39,7 +39,7 @@ def endpoint(subject: Subject) -> Iterator[Endpoint]:
     world = BackendWorld(here.rank(), here.world_size(), here.store(), 20.0)
     transport = subject.loaded.backend.open(world, {})
     if isinstance(transport, StreamTransport):
-        made = transport.pair("conformance", 1 - here.rank())
+        made: Endpoint = transport.pair("conformance", 1 - here.rank())
     else:
         made = transport.endpoint("conformance")
     yield made

@@ -19,6 +19,7 @@ import torch
 
 from commlayer.device.backend import StreamBackend
 from commlayer.errors import CommError, ErrorKind
+from commlayer.handle import Handle
 from commlayer_testkit.conformance.checks.tools import (
     LARGE,
     LIMIT,
@@ -156,7 +157,7 @@ def wait_threads(lab: Lab) -> None:
 def tiny_timeouts(subject: Subject) -> list[str]:
     comm = connected(subject)
     peer = 1 - comm.rank
-    receives = [comm.irecv(None, peer), comm.irecv_tensor_dict(peer)]
+    receives: list[Handle] = [comm.irecv(None, peer), comm.irecv_tensor_dict(peer)]
     send = comm.isend(pattern(comm.rank, 5), peer, tag=5)
     for handle in (*receives, send):
         for limit in (0, 1e-9, 1e-4, 0.05):
@@ -211,7 +212,7 @@ def timeout_values(lab: Lab) -> None:
 def complete_unwaited(subject: Subject, elements: int) -> list[str]:
     comm = connected(subject)
     peer = 1 - comm.rank
-    receives = [comm.irecv(None, peer), comm.irecv_tensor_dict(peer)]
+    receives: list[Handle] = [comm.irecv(None, peer), comm.irecv_tensor_dict(peer)]
     early = [handle.is_completed() for handle in receives]
     assert early == [False, False], "a receive is complete before anything was sent"
     here.meet("receives are posted and pending")

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from commlayer.errors import ErrorKind
+from commlayer.handle import Handle
 from commlayer_testkit.conformance.checks.tools import expect_error, expires
 from commlayer_testkit.conformance.gates import ANY_THREAD, HOST_MEMORY, WAITED_IN
 from commlayer_testkit.conformance.lab import Lab
@@ -78,7 +79,7 @@ def wait_again(lab: Lab) -> None:
 
     def body(stage: Stage, rank: Rank) -> None:
         comm, peer = stage.connect(rank, inline_bytes=0), 1 - rank.index
-        handles = [
+        handles: list[Handle] = [
             comm.irecv(stage.target(rank), peer),
             comm.isend(stage.source(rank, rank.index), peer),
         ]
@@ -150,7 +151,7 @@ def completed_exact(lab: Lab) -> None:
         comm = stage.connect(rank, inline_bytes=0)
         if rank.index == 0:
             source = stage.source(rank, 5, 64)
-            handle = comm.isend(source, 1)
+            handle: Handle = comm.isend(source, 1)
             while not handle.is_completed():
                 rank.sleep(0.1)
             stage.overwrite(rank, source, 9)

@@ -120,13 +120,6 @@ def core_device_dicts(rank: Rank, quiet: Quiet) -> None:
     _dicts(rank, quiet)
 
 
-@scenario("nccl", "xccl")
-@on_ranks(2, partial(Quiet, inline_bytes=8, retention="record_stream"))
-def core_device_dicts_recorded(rank: Rank, quiet: Quiet) -> None:
-    """The same with device memory held by the transport's recording alone."""
-    _dicts(rank, quiet)
-
-
 @scenario(*STREAM)
 @on_ranks(2, partial(Quiet, inline_bytes=8, retention="hold_until_event"))
 def core_device_dicts_until_event(rank: Rank, quiet: Quiet) -> None:
@@ -378,7 +371,7 @@ def core_device_completes_unwaited(rank: Rank, quiet: Quiet) -> None:
     """`is_completed` turns true though nobody waits; a receive moves inside the call itself."""
     comm = quiet.connect(rank)
     sends = rank.index == 0
-    handle = comm.isend(rank.arena.full(5, NBYTES), 1) if sends else comm.irecv(None, 0)
+    handle: Handle = comm.isend(rank.arena.full(5, NBYTES), 1) if sends else comm.irecv(None, 0)
     while not handle.is_completed():
         rank.sleep(0.1)
     if not sends:
