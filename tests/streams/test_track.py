@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from commlayer_testkit.local import FUNNELED, WAITED, connected
 from commlayer_testkit.sim.failure import FailureKind
 from commlayer_testkit.sim.mount_core import connect, connect_device
 from commlayer_testkit.sim.profiles import GLOO
@@ -19,7 +20,6 @@ from commlayer_testkit.sim.streams import Item
 from exploring import searched, survives
 from msgspec.structs import replace
 from ranks.pool import Ranks
-from unit.local import FUNNELED, WAITED, connected
 
 import commlayer
 from commlayer import CommError, CommTimeout, Communicator, ErrorKind
