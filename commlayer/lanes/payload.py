@@ -1,4 +1,9 @@
-"""Receives the payload of a lane's messages: what travels beside their headers."""
+"""Receives the payload of a lane's messages: what travels beside their headers.
+
+Payload must be received even if nobody wants it or there is no memory for it: messages on
+one native tag come in order, so what is left would be taken for the next one.  It is then
+*owed*, and received into scratch memory as soon as there is room.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +71,7 @@ class PayloadReceiver:
             works = deque(posted.works)
             for index, tensor in zip(schema.payload, posted.tensors, strict=True):
                 incoming.tensors[index] = tensor
-            del posted
+            del posted  # the claim gets its tensors, this frame must not keep them
             while works:
                 yield NativeWork(self._endpoint, works.popleft())
             return

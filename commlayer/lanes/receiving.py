@@ -1,4 +1,12 @@
-"""The receiving end of a lane: messages of a peer, checked, matched and handed to claims."""
+"""The receiving end of a lane: messages of a peer, checked, matched and handed to claims.
+
+A receive must be posted with the size of its message, which only the header says, and a
+posted receive cannot be withdrawn.  So headers have one size and a few receives of them are
+always posted; payload is received once its header was read, or ahead of it where its shape
+is known.  Messages and claims meet in whichever order they come: what arrives unasked waits
+in `_arrived`, what is asked for ahead waits in `_claims`, and one of the two is empty.  At the
+end the peer's goodbye, and fillers behind it, complete every receive that is still posted.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +79,9 @@ class RecvLane:
         self._endpoint = context.endpoint
         self._tag = tag
         self._prefetch = context.prefetch.on(key)
+        # Guards the queues and what ends the lane, so that a message and a claim cannot miss each
+        # other.  Nothing native is called and no other lock is taken under it; it comes after the
+        # peer's.
         self._lock = context.runtime.lock()
         self._wake = context.runtime.event()
         self._claims: deque[Claim] = deque()
@@ -166,7 +177,7 @@ class RecvLane:
             while True:
                 header, work = self._posted[0]
                 yield NativeWork(self._endpoint, work)
-                del work
+                del work  # it keeps the header's buffer, which is posted again
                 self._posted.popleft()
                 incoming = yield from self._read(header)
                 if incoming is None:
@@ -180,6 +191,8 @@ class RecvLane:
                     yield from self._payload.receive(incoming, claim if accepts else None)
                 self._hand_over(incoming, claim)
                 schema, slot = incoming.schema, incoming.slot
+                # The receiver owns the result from here on: this frame would keep it until the
+                # next message.
                 del incoming, claim
                 yield None
                 yield from self._payload.throw_away_owed()

@@ -1,4 +1,14 @@
-"""The sending end of a lane: one FIFO of messages to a peer."""
+"""The sending end of a lane: one FIFO of messages to a peer.
+
+Three things make this hard.  A post is a native call, which may take long or call back, so no
+lock may be held over it; yet messages must leave in the order of their numbers.  Therefore a
+thread enters its message under a short lock and, if nobody else is posting, posts all that
+is there (docs/decisions/009).  Completion shows only to who waits for each work, once and in
+order, so a driver does that (003); but waking it costs more than a send, so sends that nobody
+waits for are noticed in batches.  And the transport reads memory until a work is complete:
+the lane keeps it that long and no longer.  A frame that still names a work or a message keeps
+it, too, hence the `del` before each point at which the driver rests.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +29,11 @@ from commlayer.wire.message import UNPLANNED, Outgoing, SentSchemas, plain
 from commlayer.wire.tags import TagMap
 
 _LINGER = 0.01
-"""Seconds that completed sends of which nobody asks may stay unnoticed."""
+"""Seconds that completed sends of which nobody asks may stay unnoticed: long against a wake-up
+(0.1 to 0.2 ms), short against what memory an engine allocates in a step."""
 _LINGERS = 5
-"""A lane without sends looks again so often, each time after twice as long, before it has to be
-woken."""
+"""Idle checks, each after twice the last pause (10 to 160 ms), before the driver sleeps until it
+is woken: an engine that sends every step never pays for a wake-up, an idle one costs nothing."""
 
 
 class _InFlight(NamedTuple):
@@ -58,11 +69,14 @@ class SendLane:
         self._prefetch = owner.prefetch.on(key)
         self._schemas = SentSchemas(self._prefetch.slots)
         self._linger = _LINGER if context.progress.batches and not context.serial else 0.0
+        # Guards the numbers, the two queues and `_error`.  Nothing native is called and no other
+        # lock is taken under it; it comes after the payload's `turn` and the peer's lock.
         self._lock = context.runtime.lock()
         self._wake = context.runtime.event()
         self._outbox: deque[_InFlight] = deque()
         self._posting = False
         self._queue: deque[_InFlight] = deque()
+        # What a failed post may have handed to the transport: it is kept for good.
         self._stranded: list[Any] = []
         device = context.device
         self._payload = None if device is None else SendPayload(device, key, self._device_failed)
@@ -165,6 +179,7 @@ class SendLane:
         if self._idle or not self._linger:
             self._wake.set()
         if not self._started:
+            # Once more under the lock: several threads may send their first message at once.
             with self._lock:
                 start, self._started = not self._started, True
             if start:
@@ -226,6 +241,8 @@ class SendLane:
                 if self._finishing and not self._outbox:
                     return
                 self._wake.clear()
+                # Read by posters: only an idle lane has to be woken.  The queue is looked at
+                # after it was set, so that a message which saw it unset is not missed.
                 self._idle = not self._linger or quiet >= _LINGERS
                 if not self._queue and (self._outbox or not self._finishing):
                     yield Wait(self._wake, None if self._idle else self._linger * 2**quiet)
@@ -233,9 +250,11 @@ class SendLane:
             quiet = 0
             self._idle = False
             if self._unnoticed():
+                # Cleared before the second look: who asks in between sets it again.
                 self._wake.clear()
                 if self._unnoticed():
                     yield Wait(self._wake, self._linger)
+                # The pause is over and nobody asked: now all that was posted is due.
                 if self._unnoticed():
                     self._noticed = self._sequence - 1
             posted = self._queue.popleft()
@@ -246,9 +265,9 @@ class SendLane:
                     if self._context.serial:
                         message, tag = entry
                         entry = self._endpoint.isend(message, self.key.peer, tag)
-                        del message
+                        del message  # the work keeps what it reads, this frame must not
                     step = NativeWork(self._endpoint, entry)
-                    del entry
+                    del entry  # the engine holds the step while it waits, and nobody after it
                     yield step
                     del step
             except Exception as error:
@@ -256,7 +275,7 @@ class SendLane:
                 return
             self._current = None
             operation = posted.operation
-            del posted
+            del posted  # its messages: they are complete, and what follows may wait long
             self._context.ledger.complete(operation)
             del operation
             yield None

@@ -1,4 +1,11 @@
-"""Lanes that are moved by whoever waits for them."""
+"""Lanes that are moved by whoever waits for them.
+
+A waiter's task that notices completion has to wake the thread that waits for it, which costs
+more than a small message.  Here the waiting thread enters the native wait itself.  One thread
+at a time has a lane, so that each work is waited for once; others queue behind it, and when
+it lets go the first of them is woken.  A task in the background moves lanes that nobody waits
+for, and must stay out of the way of those that somebody is about to wait for: hence ticks.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +18,13 @@ from commlayer.progress.waiter import Waiter, WaiterProgress
 from commlayer.wire.modes import outside_modes
 
 _TICK = 0.002
-"""Seconds after which a lane that is wanted and that nobody moves is moved in the background."""
+"""Seconds after which a lane that is wanted and that nobody moves is moved in the background: a
+caller that posts and then waits has come by then."""
 _LONGEST_TICK = 0.05
+"""Seconds between looks at a lane that callers move: each finds it taken, and costs a wake-up."""
 _QUIET_TICKS = 8
-"""A lane that nobody wants is looked at so often, each time after twice as long, before it has to
-be woken."""
+"""Idle checks, each after twice the last pause (2 to 512 ms), before the task sleeps until it is
+woken."""
 
 
 class _SharedWaiter(Waiter):
@@ -27,6 +36,7 @@ class _SharedWaiter(Waiter):
 
     def __init__(self, lane: Lane, runtime: Runtime) -> None:
         super().__init__(lane)
+        # Guards who has the lane and who comes next; nothing else is called under it.
         self._lock = runtime.lock()
         self._signal = runtime.event()
         self._followers: deque[Operation] = deque()

@@ -1,4 +1,12 @@
-"""All operations in flight, bounded."""
+"""All operations in flight, bounded.
+
+Every operation is here from before it is posted until its buffers are let go of, whether or
+not anybody has a handle to it: that is what keeps memory alive that the transport still reads.
+Settling and releasing are two steps.  An operation is *settled* when its outcome is known,
+which wakes who waits; it is *released* when the reaping policy says that nothing can read its
+buffers any more.  One that failed may be settled long before: it is in quarantine until the
+transport lets go.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +55,7 @@ class Observer(Protocol):
         ...
 
     def waited(self, operation: Operation, since: float) -> None:
-        """A thread has blocked for it since then, and no longer does."""
+        """A thread that blocked for it at `since` has stopped waiting."""
         ...
 
 
@@ -107,6 +115,8 @@ class Ledger:
         self._progress = progress
         self.block: Block = progress.block
         """How a thread waits; a connection that has a device puts its own here."""
+        # Taken last: under it only the observer and the reaping policy are called.  Events are set
+        # and `notify` is called after it, because they wake threads that need it.
         self._lock = runtime.lock()
         self._lanes: dict[LaneKey, deque[Operation]] = {}
         self._quarantine: dict[int, Operation] = {}
@@ -163,6 +173,7 @@ class Ledger:
         self._waiters += 1
         try:
             while True:
+                # Cleared before the look: a release in between sets it again.
                 self._released.clear()
                 self.notice_all()
                 if self._try_admit(operation, exempt=False):
@@ -173,6 +184,7 @@ class Ledger:
                     raise self._full(operation)
         finally:
             self._waiters -= 1
+            # There may be room for another: an event wakes all, but this one cleared it.
             if self._waiters:
                 self._released.set()
 
@@ -241,7 +253,8 @@ class Ledger:
     ) -> bool:
         """`ends` says that a part of the operation has left the transport."""
         with self._lock:
-            operation.parts -= ends
+            if ends:
+                operation.parts -= 1
             if operation.settled:
                 if operation.parts <= 0:
                     self._quarantine.pop(id(operation), None)
@@ -286,6 +299,8 @@ class Ledger:
         if timeout is not None:
             self._progress.notice(operation)
         event = operation.event
+        # Most operations are never waited for before they settle, so the event is made late, and
+        # under the lock, because `_settle` looks for it.
         if event is None:
             with self._lock:
                 if operation.event is None:
@@ -294,6 +309,8 @@ class Ledger:
         while not operation.settled:
             if not self.block(event, timeout) or operation.settled or timeout is not None:
                 return
+            # Set without being settled: this thread is to move the lane.  Cleared before the
+            # second look, so that a settling in between is not missed.
             event.clear()
             if not operation.settled and self._progress.run_until(operation):
                 return

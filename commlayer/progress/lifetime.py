@@ -29,7 +29,7 @@ class Fingerprint:
     def changed(self) -> bool:
         """True if any byte differs from when it was taken (CRC-32 collisions aside).
 
-        So it is where the memory itself was freed or moved (``untyped_storage().resize_``).
+        Also true if the memory was freed or moved (``untyped_storage().resize_``).
         """
         return [_state(tensor) for tensor in self._tensors] != self._states
 

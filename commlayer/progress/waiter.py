@@ -1,4 +1,10 @@
-"""One waiter per lane, blocking in the native wait."""
+"""One waiter per lane, blocking in the native wait.
+
+On some transports a work is complete only once somebody has waited for it, and only once.  So
+each lane has a task that sits in the native wait of its next work (docs/decisions/003): it
+notices completion whether or not the program waits, and a caller's limits and interrupts
+concern an event of ours, never the native wait.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +53,12 @@ class Waiter:
         error: Exception | None = None
         if type(step) is NativeWork:
             source, work = step
-            step = None
+            step = None  # it names the work: while this task waits, `work` alone may
             try:
                 source.wait(work)
             except Exception as raised:
                 error = raised
-            del work
+            del work  # complete: its memory may go before the lane takes its next step
         elif type(step) is Wait:
             step.event.wait(step.seconds)
         del step
