@@ -256,14 +256,20 @@ class Communicator:
         async_op: bool = False,
         *,
         at_most: int | None = None,
+        step: int | None = None,
     ) -> Any:
         """Send `tensor` of rank `src` to every other rank.
 
         Every rank calls it, in the same order.  Other ranks receive into
         `tensor`, or with ``None`` into a tensor of the shape and dtype that were
         sent.  Returns the tensor, or with `async_op` a handle whose ``result()``
-        is the tensor.  A rank that is a broadcast behind or ahead of the sender
-        raises PROTOCOL.
+        is the tensor.
+
+        A rank that skips a call receives the broadcast of another step next: with one
+        source nothing in the message can say so, and only `close` logs it.  `step`,
+        the caller's own number for the step, the same on every rank, has it noticed
+        at once: the call raises PROTOCOL where the source's differs.  With several
+        sources a rank that is a broadcast behind or ahead raises PROTOCOL in any case.
 
         A receive of a tensor on a device is posted when its header is here, in
         the next call of the receiver: nothing is received before.  `at_most`,
@@ -278,16 +284,19 @@ class Communicator:
         another `at_most`; receivers whose `at_most` differs raise PROTOCOL.
         """
 
-        handle = self._posting.broadcast("broadcast", Kind.TENSOR, tensor, src, at_most)
+        handle = self._posting.broadcast("broadcast", Kind.TENSOR, tensor, src, at_most, step)
         return handle if async_op else handle.result()
 
-    def broadcast_object(self, obj: Any, src: int, async_op: bool = False) -> Any:
+    def broadcast_object(
+        self, obj: Any, src: int, async_op: bool = False, *, step: int | None = None
+    ) -> Any:
         """Send a value of rank `src` to every other rank; what they pass is ignored.
 
         Returns the value, or with `async_op` a handle whose ``result()`` is the value.
+        `step` is as for `broadcast`.
         """
 
-        handle = self._posting.broadcast("broadcast_object", Kind.OBJECT, obj, src)
+        handle = self._posting.broadcast("broadcast_object", Kind.OBJECT, obj, src, step=step)
         return handle if async_op else handle.result()
 
     def broadcast_tensor_dict(
@@ -297,15 +306,17 @@ class Communicator:
         async_op: bool = False,
         *,
         at_most: int | None = None,
+        step: int | None = None,
     ) -> Any:
         """Send a tensor dict of rank `src` to every other rank; what they pass is ignored.
 
         Returns the dict, or with `async_op` a handle whose ``result()`` is the dict.
-        `at_most` is as for `broadcast`; a dict with it has exactly one tensor.
+        `at_most` and `step` are as for `broadcast`; a dict with `at_most` has exactly one
+        tensor.
         """
 
         call, kind = "broadcast_tensor_dict", Kind.TENSOR_DICT
-        handle = self._posting.broadcast(call, kind, tensor_dict, src, at_most)
+        handle = self._posting.broadcast(call, kind, tensor_dict, src, at_most, step)
         return handle if async_op else handle.result()
 
     # Streams, and work of others

@@ -69,10 +69,10 @@ class MessageClaim:
             what = _CALLS.get(incoming.kind, "a message of the library's own")
             return self._mismatch(f"the peer sent {what}, this rank receives {_CALLS[self._kind]}")
         if incoming.step != self._step:
-            return self._mismatch(
-                f"the peer is at broadcast {incoming.step} of this channel, this rank at "
-                f"{self._step}"
-            )
+            theirs, ours = _broadcast(incoming.step), _broadcast(self._step)
+            if incoming.step >= 0:
+                ours = ours.removeprefix("broadcast ")
+            return self._mismatch(f"the peer is at {theirs} of this channel, this rank at {ours}")
         if incoming.body.at_most != self.at_most:
             return self._mismatch(
                 f"the peer declared {_size(incoming.body.at_most)}, this rank {_size(self.at_most)}"
@@ -146,3 +146,7 @@ class MessageClaim:
 
 def _size(at_most: int) -> str:
     return "no size" if at_most < 0 else f"at_most = {at_most}"
+
+
+def _broadcast(step: int) -> str:
+    return f"broadcast {step}" if step >= -1 else f"step {-2 - step}"

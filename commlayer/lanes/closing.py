@@ -21,7 +21,7 @@ from commlayer.progress.ledger import Block
 from commlayer.progress.operation import Operation
 from commlayer.progress.procedure import Driven
 from commlayer.wire.control import Bye, ByeAck, LaneName, Taken
-from commlayer.wire.tags import CONTROL_LANE
+from commlayer.wire.tags import BROADCAST, CONTROL_LANE
 
 logger = logging.getLogger("commlayer")
 
@@ -134,6 +134,7 @@ class Closing:
             for lane in list(peer.sends.values()):
                 if lane.key.name != CONTROL_LANE:
                     lane.refuse(closed)
+        self._tell_unasked_broadcasts()
         undelivered = self._drain(Deadline(runtime.now, timeout - min(_FAREWELL, timeout / 4)))
         for peer in peers:
             self._say_bye(peer, closed)
@@ -165,6 +166,22 @@ class Closing:
                 "The rank is stopped or unreachable; this communicator is closed all the same",
             )
         return ended and not self._stuck()
+
+    def _tell_unasked_broadcasts(self) -> None:
+        """Log broadcasts that are here and were not received: after a skip, all are off by one."""
+        for peer in self._peers.values():
+            for (channel, tag), lane in list(peer.receives.items()):
+                if tag == BROADCAST and lane.unclaimed and not peer.lost:
+                    # No error: a rank that leaves early, rightly, cannot be told from one that
+                    # skipped a call.
+                    logger.error(
+                        "commlayer: closing, and nobody has asked for %d broadcasts of rank %d on "
+                        "channel %r: a call was skipped, or this rank stops early.  With step= a "
+                        "skipped call raises at once",
+                        lane.unclaimed,
+                        peer.rank,
+                        channel,
+                    )
 
     def _drain(self, deadline: Deadline) -> list[Operation]:
         """Wait for all pending sends; those undelivered at `deadline`, or when the peer closed."""

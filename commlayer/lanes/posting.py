@@ -177,13 +177,14 @@ class Posting:
         kind: Kind,
         target: Tensor | None = None,
         at_most: int = -1,
+        step: int = -1,
     ) -> MessageClaim:
         side = self._device
         if target is None or side is None or not side.device.holds(target):
-            return MessageClaim(operation, kind, operation.step, target, None, at_most)
+            return MessageClaim(operation, kind, step, target, None, at_most)
         assert operation.device is not None
         operation.device.after = side.here()
-        return MessageClaim(operation, kind, operation.step, target, side.device.copy, at_most)
+        return MessageClaim(operation, kind, step, target, side.device.copy, at_most)
 
     def _admit(self, operation: Operation, outgoing: Outgoing) -> None:
         operation.nbytes = outgoing.nbytes
@@ -197,20 +198,30 @@ class Posting:
     # Broadcasts
 
     def broadcast(
-        self, call: str, kind: Kind, value: Any, src: int, at_most: int | None = None
+        self,
+        call: str,
+        kind: Kind,
+        value: Any,
+        src: int,
+        at_most: int | None = None,
+        step: int | None = None,
     ) -> Handle:
-        """Post a broadcast of `value`, a tensor to receive into on other ranks than `src`."""
+        """Post a broadcast of `value`, a tensor to receive into on other ranks than `src`.
+
+        `step` is the caller's own number for it, which all ranks must give alike.
+        """
         src = self._checked_rank(src, call)
         size = self._declare(call, at_most)
         if self._connection.closed is not None:
             raise self._connection.closed.again()
         state = self._broadcasts
+        number = state.step if step is None else _own_step(call, step)
         if src == self._connection.rank:
             peers = list(self._peers) or [src]  # alone, it is encoded for its checks
             operations = [self._make(call, self._lane(peer, "send")) for peer in peers]
             if value is None and kind is Kind.TENSOR:
                 raise ConfigError(operations[0], "rank src has no tensor", "Pass one")
-            outgoing = self._encoder.encode(operations[0], kind, value, state.step, size)
+            outgoing = self._encoder.encode(operations[0], kind, value, number, size)
             sends = self._fan_out(operations, outgoing) if self._peers else []
             return AllOf(sends, self._now, lambda: value)
         operation = self._make(call, self._lane(src, "recv"))
@@ -218,7 +229,7 @@ class Posting:
         if target is not None:
             self._memory.check_target(target, operation)
         operation.step = state.step
-        handle = self.receive_claim(self._claim(operation, kind, target, size))
+        handle = self.receive_claim(self._claim(operation, kind, target, size, number))
         state.step += 1
         return handle
 
@@ -279,3 +290,13 @@ def checked_tag(tag: int | str) -> str:
             "tag", f"{tag!r} is not an integer from 0 to {MAX_TAG}", "Use a smaller tag"
         )
     return str(number)
+
+
+def _own_step(call: str, step: int) -> int:
+    """A step that the caller counts, as it travels: below the -1 of what is no broadcast."""
+    number = integer(step)
+    if number is None or not 0 <= number < 1 << 62:
+        raise ConfigError(
+            call, f"step is a number from 0 on, not {step!r}", "Pass the engine's step, or None"
+        )
+    return -2 - number

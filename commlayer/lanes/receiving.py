@@ -128,6 +128,12 @@ class RecvLane:
             return self._taken + len(self._arrived)
 
     @property
+    def unclaimed(self) -> int:
+        """How many messages are here that nobody has asked for."""
+        with self._lock:
+            return len(self._arrived)
+
+    @property
     def wanted(self) -> bool:
         """Whether somebody has asked for what comes next, or the lane is to end."""
         return bool(self._claims) or self._current is not None or self._discarding or self._closing
