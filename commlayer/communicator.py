@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from commlayer.config import CommConfig
-from commlayer.errors import CommError, CommTimeout, ErrorKind
+from commlayer.errors import CommError, CommTimeout, ErrorKind, in_a_line
 from commlayer.handle import Handle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.encode import as_dict
+from commlayer.observe.peers import PeerView, view_peers
 from commlayer.observe.report import Report
 from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.ledger import Ledger
@@ -366,6 +367,11 @@ class Communicator:
         tracker = self._session.tracker
         return Handle(tracker.track(work_or_event, retain, where, site), tracker.completion)
 
+    @property
+    def peers(self) -> dict[int, PeerView]:
+        """Every other rank: whether it is there, where it runs, and what has become of it."""
+        return view_peers(self._connection.peers)
+
     # When it is stuck
 
     @outside_modes
@@ -430,17 +436,29 @@ class Communicator:
         """
         self._session.close(timeout)
 
+    @outside_modes
+    def abort(self, error: BaseException | str) -> None:
+        """Leave because of `error`, and tell every peer so in one round trip.
+
+        Nothing is drained, pending operations fail (CLOSED), and nothing is raised.  On
+        the peers everything with this rank fails as ``PeerLost``: ``rank 2 left:
+        ValueError: ...``; where this rank leaves because it has lost another one, they
+        are told of that loss instead.  Messages that have arrived can still be received.
+        ``with comm:`` calls this when its block ends by an exception.
+        """
+        self._session.abort(in_a_line(error))
+
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
-            return
-        try:
-            self.close()
-        except CommError:
-            pass
+        elif isinstance(error, SystemExit) and not error.code:
+            with suppress(CommError):  # the program ends well, whoever does not
+                self.close()
+        else:
+            self.abort(error)
 
     def __repr__(self) -> str:
         state = "open" if self._connection.closed is None else "closed"

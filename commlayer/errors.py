@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
@@ -61,10 +61,45 @@ About: TypeAlias = str | OperationRef | Described
 """What an error is about: an operation, or words where it is about no single one."""
 
 
+_CONNECTION = "connection"
+_LINE = 400
+"""Characters of the text of an error that other ranks are told."""
+
+
 def connection_with(rank: int, process: str = "") -> OperationRef:
     """All traffic between this rank and `rank`, which is `process`."""
     text = f"connection with rank {rank}" + (f" ({process})" if process else "")
-    return OperationRef(text, "connection", rank)
+    return OperationRef(text, _CONNECTION, rank)
+
+
+def in_a_line(error: BaseException | str) -> str:
+    """An error in words, fit to be sent to other ranks and printed there."""
+    if isinstance(error, str):
+        text = error
+    else:
+        said = str(error).strip()
+        text = type(error).__name__ + (f": {said}" if said else "")
+    line = text.strip().partition("\n")[0][:_LINE]
+    return "".join(char if char.isprintable() else "?" for char in line) or "no reason given"
+
+
+def peer_lost(rank: int, process: str, why: str, said: str = "") -> PeerLost:
+    """The error of a peer that is gone.
+
+    `process` is its pid and host, and `said` what others, such as the transport, have to
+    say about it: it comes last, because it is not written for who reads the error.
+    """
+    who = f" ({process})" if process else ""
+    cure = f"Rank {rank} has died or cannot be reached; restart the group"
+    cure += f" (the transport reports: {said})" if said else ""
+    return PeerLost(connection_with(rank), f"rank {rank}{who} is lost: {why}", cure)
+
+
+def peer_left(rank: int, process: str, why: str) -> PeerLost:
+    """The error of a peer that has left because of an error of its own, `why`."""
+    who = f" ({process})" if process else ""
+    cure = f"See the log of rank {rank}, and restart the group"
+    return PeerLost(connection_with(rank), f"rank {rank} left: {why}{who}", cure)
 
 
 class _ByKind(type):
@@ -135,11 +170,25 @@ class CommError(RuntimeError, metaclass=_ByKind):
         """The size of the operation in bytes."""
         return (self.about.nbytes or None) if self.about else None
 
-    def again(self) -> CommError:
-        """A fresh error of the same content, so that each raise has its own traceback."""
-        twin = _rebuild(*self._parts())
+    def again(self, about: About | None = None) -> CommError:
+        """A fresh error of the same content, so that each raise has its own traceback.
+
+        It is about `about`, where that is given.
+        """
+        cls, kind, own, cause, cure = self._parts()
+        twin = _rebuild(cls, kind, about or own, cause, cure)
         twin.__cause__ = self.__cause__
         return twin
+
+    def concerning(self, operation: Described) -> CommError:
+        """A fresh error of the same content, as that of `operation` if it is about all traffic
+        with a peer.
+
+        `peer` stays: it is the rank that is to blame, whichever the operation is with.
+        """
+        if self.about is None or self.about.call != _CONNECTION:
+            return self.again()
+        return self.again(replace(operation.describe(), peer=self.about.peer))
 
     def _parts(self) -> tuple[type[CommError], ErrorKind, About, str, str]:
         return type(self), self.kind, self.about or self.operation, self.cause, self.cure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from commlayer.config import CommConfig
@@ -9,6 +10,7 @@ from commlayer.device.completion import StreamCompletion
 from commlayer.device.foreign import Tracker
 from commlayer.device.reach import Memory
 from commlayer.device.side_stream import SideStreams
+from commlayer.errors import CommError
 from commlayer.lanes.connection import Connection
 from commlayer.lanes.encode import Encoder
 from commlayer.lanes.posting import BroadcastState, Posting
@@ -17,6 +19,11 @@ from commlayer.progress.completion import Completion, HostCompletion
 from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.retention import DeviceHold, RetentionPolicy
 from commlayer.semantics import Semantics
+
+logger = logging.getLogger("commlayer")
+
+ABORT_SECONDS = 2.0
+"""Most that telling peers of a failure may take: one that answers does so in a round trip."""
 
 
 class Session:
@@ -75,8 +82,10 @@ class Session:
             self.broadcasts[broadcasts],
         )
 
-    def close(self, timeout: float | None = None) -> None:
+    def close(self, timeout: float | None = None, failure: str = "") -> None:
         """Close the connection and release the transport if nothing is left inside it.
+
+        A `failure` is told to every peer.
 
         Tracked work that does not complete in time goes on, and keeps the transport.
         """
@@ -84,8 +93,22 @@ class Session:
         limit = self.config.close_timeout if limit is None else limit
         deadline = Deadline(self.connection.runtime.now, limit)
         try:
-            if self.connection.close(limit) and self.tracker.join(deadline):
+            if self.connection.close(limit, failure) and self.tracker.join(deadline):
                 self.release()
+        finally:
+            self.observation.close()
+
+    def abort(self, failure: str) -> None:
+        """Close because of `failure` and tell every peer; raises nothing.
+
+        What is undelivered stays so, and tracked work is not waited for.
+        """
+        try:
+            limit = min(ABORT_SECONDS, self.config.close_timeout)
+            if self.connection.close(limit, failure, drain=False):
+                self.release()
+        except CommError as error:
+            logger.debug("commlayer: left by an error: %s", error)
         finally:
             self.observation.close()
 

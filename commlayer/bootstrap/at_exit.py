@@ -11,11 +11,12 @@ import ctypes
 import logging
 import multiprocessing.util
 import os
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from commlayer.bootstrap import patience
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import CommError, ErrorKind, in_a_line
 from commlayer.progress.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _close(session: Session, timeout: float | None) -> bool:
     )
     try:
         _say_what_is_left(session, deadline)
-        session.close(deadline.remaining())
+        session.close(deadline.remaining(), _failure())
     except CommError as error:
         logger.warning("commlayer at exit: %s", error)
     except Exception:
@@ -117,6 +118,15 @@ def _say_what_is_left(session: Session, deadline: Deadline) -> None:
                 "commlayer at exit: delivering %d sends, for at most %.3g s", sends, left
             )
             return
+
+
+def _failure() -> str:
+    """The exception that ends the process, in words; empty if none does."""
+    # A ``multiprocessing`` child closes while it is under way; a program after it was printed.
+    error = sys.exc_info()[1]
+    if error is None and not hasattr(sys, "ps1"):  # where somebody types, it may be long over
+        error = getattr(sys, "last_value", None)
+    return in_a_line(error) if isinstance(error, Exception) else ""
 
 
 def _at_exit() -> None:

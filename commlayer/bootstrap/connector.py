@@ -28,6 +28,7 @@ from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ConfigError, ErrorKind
 from commlayer.lanes.connection import Connection
 from commlayer.lanes.context import Prefetch
+from commlayer.lanes.peer import Whereabouts
 from commlayer.liveness.meeting import Meeting, PeerLink
 from commlayer.loading import LoadedBackend
 from commlayer.observe.observation import Observation
@@ -226,6 +227,9 @@ def connect_world(
             peers_prefetch={
                 rank: Prefetch(hello.headers_ahead, hello.payloads_ahead)
                 for rank, hello in hellos.items()
+            },
+            whereabouts={
+                rank: Whereabouts(hello.host, hello.pid) for rank, hello in hellos.items()
             },
             device=device,
             links=links,

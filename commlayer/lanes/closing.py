@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 
-from commlayer.errors import CommError, CommTimeout, ErrorKind, connection_with
+from commlayer.errors import CommError, CommTimeout, ErrorKind, PeerLost, connection_with
 from commlayer.lanes.context import LaneContext
 from commlayer.lanes.peer import Peer
 from commlayer.lanes.sending import SendLane
@@ -20,7 +20,7 @@ from commlayer.progress.deadline import Deadline
 from commlayer.progress.ledger import Block
 from commlayer.progress.operation import Operation
 from commlayer.progress.procedure import Driven
-from commlayer.wire.control import Bye, ByeAck, LaneName, Taken
+from commlayer.wire.control import MAX_BLAME, Blame, Bye, ByeAck, LaneName, Taken
 from commlayer.wire.tags import BROADCAST, CONTROL_LANE
 
 logger = logging.getLogger("commlayer")
@@ -54,15 +54,10 @@ class Closing:
         peer.part()
 
     def _answer(self, peer: Peer, message: Bye) -> None:
-        error = CommError(
-            ErrorKind.CLOSED,
-            connection_with(peer.rank),
-            f"rank {peer.rank} has closed its communicator",
-            "Receive everything before closing, or stop sending before the peer closes",
-        )
+        error = _why(peer, message)
         self._keep(peer, message.sent)
+        peer.close(error)
         with peer.lock:
-            peer.error = peer.error or error
             lanes = list(peer.sends.items())
         taken = dict(message.receives)
         pending = tuple(name for name, lane in lanes if lane.pending and name != CONTROL_LANE)
@@ -121,11 +116,12 @@ class Closing:
         except CommError as error:
             logger.debug("commlayer: no goodbye %s: %s", lane.key, error)
 
-    def run(self, closed: CommError, timeout: float) -> bool:
+    def run(self, closed: CommError, timeout: float, failure: PeerLost | None, drain: bool) -> bool:
         """Drain, part from every peer, and end every lane, within `timeout` seconds.
 
         True if every lane has ended.  Raises `CommError` (CLOSED) naming what is
-        undelivered, or `CommTimeout` naming peers that did not answer.
+        undelivered, or `CommTimeout` naming peers that did not answer.  A `failure` of this
+        rank is told to all of them.
         """
         peers, context = self._peers.values(), self._context
         runtime, device = context.runtime, context.device
@@ -134,10 +130,13 @@ class Closing:
             for lane in list(peer.sends.values()):
                 if lane.key.name != CONTROL_LANE:
                     lane.refuse(closed)
-        self._tell_unasked_broadcasts()
-        undelivered = self._drain(Deadline(runtime.now, timeout - min(_FAREWELL, timeout / 4)))
+        if drain:
+            self._tell_unasked_broadcasts()
+        patience = timeout - min(_FAREWELL, timeout / 4) if drain else 0.0
+        undelivered = self._drain(Deadline(runtime.now, patience))
+        blame = self._blame(failure)
         for peer in peers:
-            self._say_bye(peer, closed)
+            self._say_bye(peer, closed, blame)
         if device is not None:
             device.advance()
         silent = []
@@ -183,6 +182,19 @@ class Closing:
                         channel,
                     )
 
+    def _blame(self, failure: PeerLost | None) -> Blame | None:
+        """Whose fault it is that this rank leaves: the first peer's that was lost, or its own.
+
+        So a rank that leaves because of a loss does not hide it from those that have not
+        heard of it.
+        """
+        lost = [peer for peer in self._peers.values() if isinstance(peer.error, PeerLost)]
+        first = min(lost, key=lambda peer: peer.since, default=None)
+        error = failure if first is None else first.error
+        if error is None or error.peer is None:
+            return None
+        return Blame(error.peer, error.cause[:MAX_BLAME], error.cure[:MAX_BLAME])
+
     def _drain(self, deadline: Deadline) -> list[Operation]:
         """Wait for all pending sends; those undelivered at `deadline`, or when the peer closed."""
         ledger = self._context.ledger
@@ -192,7 +204,7 @@ class Closing:
             ledger.wait(operation, deadline.remaining())
         return [each for each in pending if not each.settled or _refused(each)]
 
-    def _say_bye(self, peer: Peer, closed: CommError) -> None:
+    def _say_bye(self, peer: Peer, closed: CommError, blame: Blame | None) -> None:
         with peer.lock:
             receives = [lane for name, lane in peer.receives.items() if name != CONTROL_LANE]
             sends = list(peer.sends.items())
@@ -213,7 +225,7 @@ class Closing:
             for name, lane in sends
             if lane.posted and not lane.stuck and name not in (*pending, CONTROL_LANE)
         )
-        peer.post_control(Bye(self._open_receives(peer), pending, sent))
+        peer.post_control(Bye(self._open_receives(peer), pending, sent, blame))
 
     def _lanes(self, silent: Iterable[int]) -> list[Driven]:
         return [
@@ -228,6 +240,21 @@ class Closing:
         return any(
             peer.lost or any(lane.stuck for lane in peer.lanes()) for peer in self._peers.values()
         )
+
+
+def _why(peer: Peer, message: Bye) -> CommError:
+    """The error of what can no longer be done with a peer that says goodbye."""
+    if message.blame is None:
+        return CommError(
+            ErrorKind.CLOSED,
+            connection_with(peer.rank),
+            f"rank {peer.rank} has closed its communicator",
+            "Receive everything before closing, or stop sending before the peer closes",
+        )
+    rank, what, cure = message.blame.rank, message.blame.what, message.blame.cure
+    if rank != peer.rank:
+        what += f", and rank {peer.rank} closed after it"
+    return PeerLost(connection_with(rank), what, cure)
 
 
 def _refused(operation: Operation) -> bool:

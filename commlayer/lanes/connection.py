@@ -13,10 +13,10 @@ from typing import Any
 from commlayer.backend import Endpoint
 from commlayer.config import CommConfig
 from commlayer.device.side import DeviceSide
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import CommError, ErrorKind, peer_left
 from commlayer.lanes.closing import Closing
 from commlayer.lanes.context import LaneContext, Prefetch
-from commlayer.lanes.peer import Peer
+from commlayer.lanes.peer import Peer, Whereabouts
 from commlayer.lanes.receiving import RecvLane
 from commlayer.liveness.meeting import PeerLink
 from commlayer.liveness.monitor import Monitor
@@ -24,7 +24,15 @@ from commlayer.progress.engine import ProgressEngine
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import Operation
 from commlayer.progress.runtime import Event, Runtime
-from commlayer.wire.control import Answer, Ask, Control, LaneBroken, OpenLane, decode_control
+from commlayer.wire.control import (
+    Answer,
+    Ask,
+    Bye,
+    Control,
+    LaneBroken,
+    OpenLane,
+    decode_control,
+)
 from commlayer.wire.frame import Kind, protocol_error
 from commlayer.wire.reader import Incoming
 from commlayer.wire.tags import CONTROL_LANE, TagMap
@@ -51,10 +59,12 @@ class Connection:
         serial: bool,
         prefetch: Prefetch,
         peers_prefetch: Mapping[int, Prefetch],
+        whereabouts: Mapping[int, Whereabouts],
         device: DeviceSide | None = None,
         links: Mapping[int, PeerLink] | None = None,
     ) -> None:
-        """`prefetch` is what this rank receives ahead, `peers_prefetch` what each other does."""
+        """`prefetch` is what this rank receives ahead, `peers_prefetch` what each other does;
+        `whereabouts` says which process each rank is, this one included."""
         self.rank = rank
         self.size = size
         self.runtime = runtime
@@ -71,8 +81,11 @@ class Connection:
             endpoint, runtime, ledger, progress, config, serial, prefetch, device
         )
         self.peers = {
-            r: Peer(r, peers_prefetch[r], context, tags) for r in range(size) if r != rank
+            r: Peer(r, whereabouts[r], peers_prefetch[r], context, tags)
+            for r in range(size)
+            if r != rank
         }
+        self._whereabouts = whereabouts[rank]
         self._end = Closing(self.peers, context, self.block)
         self._monitor = Monitor(links or {}, config.peer_timeout, runtime, self)
         self.inquired: Callable[[int, Ask | Answer], None] | None = None
@@ -147,6 +160,8 @@ class Connection:
             return
         if not all(self.tags.valid(*name) for name in message.lanes()):
             raise protocol_error(f"control message of rank {peer.rank}", "it names an unknown lane")
+        if isinstance(message, Bye) and message.blame and message.blame.rank >= self.size:
+            raise protocol_error(f"control message of rank {peer.rank}", "it blames no rank")
         if isinstance(message, OpenLane):
             if self.device is not None:
                 self.device.maker.hear(peer.rank, message)
@@ -164,14 +179,15 @@ class Connection:
         else:
             self._end.hear(peer, message)
 
-    def close(self, timeout: float) -> bool:
+    def close(self, timeout: float, failure: str = "", *, drain: bool = True) -> bool:
         """Drain, part from every peer, and end every lane, within `timeout` seconds.
 
         True if every lane has ended, so that the transport can be released now.
         Raises `CommError` (CLOSED) naming what is undelivered, or `CommTimeout`
         naming peers that did not answer; the connection is closed all the same.
         A close that was interrupted is taken up by the next one; otherwise a
-        second one does nothing.
+        second one does nothing.  The `failure` that this rank leaves by is told to every
+        peer; without `drain` at once, whatever is undelivered.
         """
         with self._lock:
             if self._closing:
@@ -180,7 +196,7 @@ class Connection:
         closed = self.closed or CommError(
             ErrorKind.CLOSED,
             "communicator",
-            f"rank {self.rank} has closed it",
+            f"rank {self.rank} has {f'left it: {failure}' if failure else 'closed it'}",
             "Create a new one by connect()",
         )
         self.closed = closed
@@ -188,7 +204,8 @@ class Connection:
             with peer.lock:
                 peer.closed = closed
         try:
-            ended = self._end.run(closed, timeout)
+            left = peer_left(self.rank, str(self._whereabouts), failure) if failure else None
+            ended = self._end.run(closed, timeout, left, drain)
         except CommError:
             self._monitor.close()
             raise

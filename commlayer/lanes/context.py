@@ -54,6 +54,11 @@ class LaneOwner(Protocol):
         """What the peer receives ahead."""
         ...
 
+    @property
+    def error(self) -> CommError | None:
+        """Why nothing more comes from the peer; ``None`` while it is open."""
+        ...
+
     def transport_failed(self, cause: Exception) -> CommError:
         """Report the failure of a native operation: every lane with the peer fails with it.
 

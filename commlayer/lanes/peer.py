@@ -8,9 +8,11 @@ none with another.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
-from commlayer.errors import CommError, ErrorKind, connection_with
+from commlayer.errors import CommError, peer_lost
 from commlayer.lanes.context import LaneContext, Prefetch
 from commlayer.lanes.receiving import RecvLane
 from commlayer.lanes.sending import SendLane
@@ -23,16 +25,36 @@ from commlayer.wire.tags import CONTROL_LANE, TagMap
 logger = logging.getLogger("commlayer")
 
 
+class Whereabouts(NamedTuple):
+    """Which process a rank is."""
+
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
 class Peer:
     """The lanes with one other rank, and why nothing more can be posted to it, if so.
 
     `closed` is set when this rank closes, `error` when the peer has closed or is lost.
     `parted` is set once nothing more is to be learnt from the peer: it has answered the
-    goodbye, has said its own, or is lost.  All methods may be called from any thread.
+    goodbye, has said its own, or is lost.  `since` is when the connection was made, or when
+    `error` was set, in seconds since the epoch.  All methods may be called from any thread.
     """
 
-    def __init__(self, rank: int, prefetch: Prefetch, context: LaneContext, tags: TagMap) -> None:
+    def __init__(
+        self,
+        rank: int,
+        whereabouts: Whereabouts,
+        prefetch: Prefetch,
+        context: LaneContext,
+        tags: TagMap,
+    ) -> None:
         self.rank = rank
+        self.whereabouts = whereabouts
+        self.since = time.time()
         self.prefetch = prefetch
         self.sends: dict[LaneName, SendLane] = {}
         self.receives: dict[LaneName, RecvLane] = {}
@@ -111,12 +133,8 @@ class Peer:
             return here
         error = self.error
         if error is None:
-            error = CommError(
-                ErrorKind.PEER_LOST,
-                connection_with(self.rank),
-                f"the transport reports: {_first_line(cause)}",
-                f"Rank {self.rank} has died or cannot be reached; restart the group",
-            )
+            why, said = "the transport has failed", _first_line(cause)
+            error = peer_lost(self.rank, str(self.whereabouts), why, said)
             error.__cause__ = cause
         self.mark_lost(error)
         return (self.error or error).again()
@@ -124,7 +142,7 @@ class Peer:
     def mark_lost(self, error: CommError) -> None:
         """Fail every operation with the peer, pending and to come."""
         with self.lock:
-            self.error = error = self.error or error
+            error = self._give_up(error)
             if self.lost:
                 return
             self.lost = True
@@ -140,6 +158,18 @@ class Peer:
         if device is not None:
             device.fail(self.rank, error)
         self.part()
+
+    def close(self, error: CommError) -> None:
+        """Refuse every later post with `error`: the peer has closed."""
+        with self.lock:
+            self._give_up(error)
+
+    def _give_up(self, error: CommError) -> CommError:
+        """Set `error` unless one is set; returns the one that is.  Called under the lock."""
+        if self.error is None:
+            self.error = error
+            self.since = time.time()
+        return self.error
 
     def part(self) -> None:
         """Note that nothing more is to be learnt from the peer."""

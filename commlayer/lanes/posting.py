@@ -89,7 +89,7 @@ class Posting:
         peer = self._peers[key.peer]
         error = peer.closed or peer.error
         if error is not None:
-            raise error.again()
+            raise error.concerning(operation)
         name = key.channel, key.tag
         lane = peer.sends.get(name) or peer.send_lane(name)
         self._admit(operation, outgoing)
@@ -113,7 +113,10 @@ class Posting:
         """Post the receive that `claim` asks for."""
         operation = claim.operation
         key = operation.lane
-        lane = self._peers[key.peer].open_recv_lane((key.channel, key.tag))
+        try:
+            lane = self._peers[key.peer].open_recv_lane((key.channel, key.tag))
+        except CommError as error:
+            raise error.concerning(operation) from error.__cause__
         self._ledger.admit(operation)
         lane.claim(claim)
         return self._handle(operation)

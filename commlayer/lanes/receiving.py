@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from commlayer.device.payload import ReceivePayload
-from commlayer.errors import CommError, ErrorKind, OperationRef
+from commlayer.errors import CommError, ErrorKind, OperationRef, PeerLost
 from commlayer.lanes.context import LaneContext, LaneOwner, driver_died
 from commlayer.lanes.payload import PayloadReceiver
 from commlayer.progress.claim import Claim
@@ -340,14 +340,15 @@ class RecvLane:
 
     def _end(self) -> None:
         self._ended = True
-        self.fail(
-            CommError(
+        error = self._owner.error
+        if not isinstance(error, PeerLost):
+            error = CommError(
                 ErrorKind.CLOSED,
                 self._where,
                 f"rank {self.key.peer} has closed its communicator and sends no more",
                 "Receive everything before the peer closes",
             )
-        )
+        self.fail(error)
 
     def _break(self, error: CommError) -> None:
         """End the lane: what comes next on it cannot be told apart from what went wrong."""

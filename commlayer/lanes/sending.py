@@ -127,7 +127,7 @@ class SendLane:
     def _post_host(self, operation: Operation, outgoing: Outgoing) -> None:
         with self._lock:
             if self._error is not None:
-                raise self._error.again()
+                raise self._error.concerning(operation)
             mine = self._enqueue(operation, self._messages(outgoing))
             if self._payload is not None and outgoing.device_payload:
                 self._payload.expect(operation, outgoing)

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping
 from typing import Protocol
 
-from commlayer.errors import CommError, ErrorKind, connection_with
+from commlayer.errors import CommError, ErrorKind, peer_lost
 from commlayer.liveness import sockets
 from commlayer.liveness.meeting import PeerLink
 from commlayer.progress.runtime import Runtime, Task
@@ -145,13 +145,7 @@ class Monitor:
 
     def _report(self, rank: int, cause: str) -> None:
         link = self._links[rank]
-        error = CommError(
-            ErrorKind.PEER_LOST,
-            connection_with(rank, link.process),
-            f"the peer is lost; {cause}",
-            f"Rank {rank} has died or cannot be reached; restart the group",
-        )
-        self._watched.mark_lost(rank, error)
+        self._watched.mark_lost(rank, peer_lost(rank, link.process, cause))
         del self._links[rank]
         link.socket.close()
 

@@ -21,6 +21,7 @@ from commlayer.errors import CommError, ErrorKind
 from commlayer.forks import let_go_in_child
 from commlayer.lanes.connection import Connection
 from commlayer.observe.multiprocess import Files
+from commlayer.observe.peers import lost_ranks
 from commlayer.observe.spans import Span
 from commlayer.progress.ledger import OperationView
 from commlayer.progress.operation import LaneKey, Operation
@@ -140,8 +141,8 @@ class Metrics:
 
     @property
     def lost(self) -> int:
-        """How many peers are lost."""
-        return sum(peer.lost for peer in self.connection.peers.values())
+        """How many peers are lost, or have left by an error."""
+        return len(lost_ranks(self.connection.peers))
 
     @property
     def in_files(self) -> bool:

@@ -7,7 +7,7 @@ the two every rank does what does not depend on them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal, Protocol
 
@@ -295,9 +295,9 @@ class DeferredBroadcast:
             ) from error
         except CommError as error:
             self._arriving = None
-            raise CommError(
-                error.kind, self._operation(step), str(error), "See the cause"
-            ) from error
+            own = self._operation(step)
+            about = own if error.about is None else replace(error.about, text=own)
+            raise CommError(error.kind, about, str(error), "See the cause") from error
         self._arriving = None
         if message is None or message.name != self.name:
             what = "something else" if message is None else f"{message.name!r}"

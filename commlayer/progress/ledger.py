@@ -237,10 +237,12 @@ class Ledger:
     def fail(self, operation: Operation, error: CommError, *, quarantine: bool = False) -> bool:
         """Settle as failed.  False if already settled.
 
+        An error about all traffic with a peer becomes one of this operation.
+
         `quarantine` lists it as given up while the transport still holds its
         buffers, until all its parts are complete.
         """
-        return self._settle(operation, None, error, quarantine)
+        return self._settle(operation, None, error.concerning(operation), quarantine)
 
     def _settle(
         self,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from commlayer.errors import About
 from commlayer.wire.frame import protocol_error
@@ -12,8 +15,18 @@ from commlayer.wire.tags import RESERVED
 LaneName = tuple[str, str]
 """Channel and tag of a lane; its direction follows from who names it."""
 
+MAX_BLAME = 1024
+
 Taken = tuple[LaneName, int]
 """A lane and how many of its messages were received: the first that was not has this number."""
+
+
+class Blame(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Why a rank leaves: what has become of `rank`, which may be the rank itself."""
+
+    rank: Annotated[int, Meta(ge=0)]
+    what: Annotated[str, Meta(max_length=MAX_BLAME)]
+    cure: Annotated[str, Meta(max_length=MAX_BLAME)]
 
 
 class Bye(msgspec.Struct, tag="bye", array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -23,12 +36,13 @@ class Bye(msgspec.Struct, tag="bye", array_like=True, frozen=True, forbid_unknow
     I did: end each with a goodbye.  `sends` are the lanes on which I have
     undelivered messages for you: take them in and throw them away.  `sent` are
     the lanes whose messages have all left me, and may not have been asked for:
-    take them in and keep them.
+    take them in and keep them.  `blame` says that I would not leave but for an error.
     """
 
     receives: tuple[Taken, ...]
     sends: tuple[LaneName, ...]
     sent: tuple[LaneName, ...] = ()
+    blame: Blame | None = None
 
     def lanes(self) -> tuple[LaneName, ...]:
         """All that it names."""

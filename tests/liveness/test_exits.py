@@ -13,7 +13,7 @@ import torch
 from ranks import here
 from ranks.pool import Ranks, collect
 
-from commlayer import CommError, ErrorKind
+from commlayer import CommError, ErrorKind, PeerLost
 
 LARGE = 1 << 18
 HUGE = 1 << 26
@@ -113,9 +113,9 @@ def raises_beside_others() -> None:
         raise ValueError("the engine's own")
     other = 2 - comm.rank
     assert comm.recv(None, VICTIM).sum() == LARGE
-    with pytest.raises(CommError, match=f"rank {VICTIM}") as caught:
+    with pytest.raises(PeerLost, match=f"rank {VICTIM} left: ValueError: the engine's own") as lost:
         comm.recv(None, VICTIM)
-    assert caught.value.kind is ErrorKind.CLOSED
+    assert (lost.value.peer, lost.value.call, lost.value.channel) == (VICTIM, "irecv", "data")
     send = comm.isend(torch.ones(LARGE), other)
     assert comm.recv(None, other).sum() == LARGE
     send.wait(20)

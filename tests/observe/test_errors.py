@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from unit.local import Hub, connected
+from commlayer_testkit.local import Hub, connected
 
 import commlayer
 from commlayer import CommError, CommTimeout, ErrorKind, OperationRef
@@ -92,7 +92,7 @@ def test_an_error_about_a_peer_names_it() -> None:
         with pytest.raises(CommError) as caught:
             receive.wait(20)
         assert caught.value.kind is ErrorKind.PEER_LOST
-        assert fields(caught.value) == ("connection", 1, None, None, None, None)
+        assert fields(caught.value) == ("irecv_object", 1, "data", "objects", None, None)
 
 
 def test_an_error_about_nothing_in_particular_has_no_values() -> None:

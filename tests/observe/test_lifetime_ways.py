@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from unit.local import connected
+from commlayer_testkit.local import connected
 
 from commlayer import CommError, ErrorKind
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from unit.local import Hub, connected, eventually
+from commlayer_testkit.local import Hub, connected, eventually
 
 from commlayer import CommError, Communicator, ErrorKind
 from commlayer.observe.metrics import BUCKETS, Histogram
@@ -193,7 +193,7 @@ def test_without_the_package_the_error_says_what_to_install() -> None:
     program = """
 import sys
 sys.modules["prometheus_client"] = None
-from unit.local import Hub, connect_rank
+from commlayer_testkit.local import Hub, connect_rank
 connect_rank(Hub(1), 0, metrics=True)
 """
     said = subprocess.run(
@@ -207,7 +207,7 @@ connect_rank(Hub(1), 0, metrics=True)
 
 
 SEVERAL_PROCESSES = """
-from unit.local import connected
+from commlayer_testkit.local import connected
 with connected(2, metrics=True, stall_timeout=0.2) as (a, b):
     for _ in range(3):
         a.isend_object("x", 1)
@@ -265,7 +265,7 @@ def test_another_process_serves_the_files_of_the_multiprocess_mode(tmp_path: Pat
 
 def test_files_that_cannot_be_written_are_logged_and_nothing_else(tmp_path: Path) -> None:
     program = """
-from unit.local import connected
+from commlayer_testkit.local import connected
 with connected(2, metrics=True) as (a, b):
     a.isend_object("x", 1)
     assert b.recv_object(0) == "x"

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from unit.local import (
+from commlayer_testkit.local import (
     EAGER,
     FUNNELED,
     SERIALIZED,

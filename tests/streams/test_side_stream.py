@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from commlayer_testkit.local import connected
 from commlayer_testkit.sim.failure import FailureKind
 from commlayer_testkit.sim.mount_core import connect_device
 from commlayer_testkit.sim.profiles import GLOO
 from commlayer_testkit.sim.rank import Rank
 from exploring import searched, survives
-from unit.local import connected
 
 from commlayer import CommError, ErrorKind
 from commlayer.device.side_stream import SideStreams

@@ -25,7 +25,7 @@ from torch import Tensor
 from commlayer.communicator import Communicator
 from commlayer.errors import CommError, ErrorKind
 from commlayer.semantics import Order, PostMayBlock, Semantics
-from commlayer.wire.control import Bye, LaneBroken, encode_control
+from commlayer.wire.control import Blame, Bye, LaneBroken, encode_control
 from commlayer.wire.frame import UNSLOTTED, Kind, capacity
 from commlayer.wire.tags import BROADCAST, CONTROL_LANE, OBJECTS, TagMap
 
@@ -341,6 +341,8 @@ BAD_CONTROL = {
             "empty": b"",
             "no msgpack": b"\xc1",
             "no message": b"\x91\x01",
+            "blames nobody": encode_control(Bye((), (), (), Blame(99, "gone", ""))),
+            "blames at length": encode_control(Bye((), (), (), Blame(0, "x" * 1100, ""))),
             "unknown lane": encode_control(Bye((), (("nowhere", "0"),))),
             "unknown tag": encode_control(Bye(((("data", "9" * 500), 0),), ())),
             "two names for one lane": encode_control(LaneBroken(("data", "00"), 0, "")),
