@@ -462,8 +462,9 @@ class Communicator:
 
     def __repr__(self) -> str:
         state = "open" if self._connection.closed is None else "closed"
+        name = f"{self.config.own_name}, " if self.config.own_name else ""
         return (
-            f"<Communicator rank {self.rank} of {self.world_size}, {self.backend}, "
+            f"<Communicator {name}rank {self.rank} of {self.world_size}, {self.backend}, "
             f"channel {self._channel}, {state}>"
         )
 

@@ -19,6 +19,7 @@ from msgspec import Meta
 from commlayer.errors import CommError, ErrorKind
 
 ENVIRONMENT_PREFIX = "COMMLAYER_"
+_DEFAULT_NAME = "commlayer"
 
 
 def _key(description: str, unit: str = "", **limits: Any) -> Meta:
@@ -45,7 +46,7 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     name: Annotated[
         str,
         _key("Name of the connection; ranks that connect together use the same.", min_length=1),
-    ] = "commlayer"
+    ] = _DEFAULT_NAME
     channels: Annotated[
         tuple[str, ...] | dict[str, ChannelConfig],
         _key(
@@ -271,6 +272,11 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             raise ValueError("channels must be named once each")
         if any(not channel or channel.strip() != channel for channel in self.channels):
             raise ValueError("channels must be non-empty names without surrounding blanks")
+
+    @property
+    def own_name(self) -> str:
+        """`name`, where there is another than the default one."""
+        return "" if self.name == _DEFAULT_NAME else self.name
 
     @property
     def idle_channels(self) -> frozenset[str]:

@@ -37,6 +37,7 @@ class OperationRef:
     """The operation that an error is about, as values and (``str``) in words.
 
     `peer` and `sequence` are -1, `channel` and `tag` empty, and `nbytes` 0 where unknown.
+    `connection` is its name, and empty for the default one: ranks are local to it.
     """
 
     text: str
@@ -46,6 +47,7 @@ class OperationRef:
     tag: str = ""
     sequence: int = -1
     nbytes: int = 0
+    connection: str = ""
 
     def __str__(self) -> str:
         return self.text

@@ -277,7 +277,8 @@ def _unknown(name: str, known: list[str]) -> CommError:
     near = difflib.get_close_matches(name, known, n=1)
     hints = [f"Did you mean {near[0]!r}?"] if near else []
     hints.append(f"Installed backends: {', '.join(known) or 'none'}.")
-    hints.append(f"For a backend of this project: pip install commlayer-{name or 'NAME'}")
+    if not near:  # else it is a misspelt name, of which there is no distribution
+        hints.append(f"For a backend of this project: pip install commlayer-{name or 'NAME'}")
     return CommError(
         ErrorKind.PLUGIN,
         f"select backend {name!r}",

@@ -74,6 +74,7 @@ class Posting:
         self._channel = channel
         self._broadcast_channel = broadcast_channel
         self._broadcasts = broadcasts
+        self._name = config.own_name
         self._check_lifetime = config.check_lifetime
         self._sites = config.record_sites or config.check_lifetime
         self._exempt = channel in config.unbounded_channels
@@ -166,6 +167,7 @@ class Posting:
     def _make(self, call: str, lane: LaneKey) -> Operation:
         site = calling_site() if self._sites else None
         operation = Operation(call, lane, 0, self._now(), site)
+        operation.connection = self._name
         refuse_modes(operation)
         device = self._device
         if device is not None:

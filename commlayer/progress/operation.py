@@ -81,6 +81,7 @@ class Operation:
     __slots__ = (
         "__weakref__",
         "awaited",
+        "connection",
         "device",
         "driven",
         "error",
@@ -108,6 +109,8 @@ class Operation:
         self.nbytes = nbytes
         self.posted_at = posted_at
         self.site = site
+        self.connection = ""
+        """Name of the connection, where it is not the default one."""
         self.sequence = -1
         self.step = -1
         self.awaited = False
@@ -131,7 +134,8 @@ class Operation:
 
     def describe(self) -> OperationRef:
         """What errors and reports name it by."""
-        parts = [f"channel {self.lane.channel}", f"tag {self.lane.tag}"]
+        parts = [f"connection {self.connection}"] if self.connection else []
+        parts += [f"channel {self.lane.channel}", f"tag {self.lane.tag}"]
         if self.sequence >= 0:
             parts.append(f"sequence {self.sequence}")
         if self.nbytes:
@@ -147,6 +151,7 @@ class Operation:
             tag=self.lane.tag,
             sequence=self.sequence,
             nbytes=self.nbytes,
+            connection=self.connection,
         )
 
 

@@ -258,6 +258,22 @@ def test_the_reason_reaches_who_waits_for_a_survivor(ranks: Ranks) -> None:
     collect([processes[0], processes[2]])
 
 
+def test_errors_and_communicators_name_a_connection_that_has_a_name() -> None:
+    with connected(2, name="tp") as (a, b), connected(2) as (c, d):
+        assert repr(a) == "<Communicator tp, rank 0 of 2, local, channel data, open>"
+        assert repr(c) == "<Communicator rank 0 of 2, local, channel data, open>"
+        receives = a.irecv_object(1), c.irecv_object(1)
+        leaves(b)
+        leaves(d)
+        for receive, name in zip(receives, ("tp", ""), strict=True):
+            with pytest.raises(PeerLost) as lost:
+                receive.wait(20)
+            assert lost.value.about is not None
+            assert lost.value.about.connection == name
+            where = "connection tp, " if name else ""
+            assert str(lost.value).startswith(f"irecv_object from rank 1 ({where}channel data, ")
+
+
 def test_a_waiting_thread_learns_it_too() -> None:
     with connected(2) as (a, b):
         caught: list[BaseException] = []

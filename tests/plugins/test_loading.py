@@ -200,7 +200,9 @@ def test_unknown_name_gets_near_miss_list_and_install_line(site):
     error = refused(Registry(site.entry_points()), "frist")
     assert "Did you mean 'first'?" in error.cure
     assert "Installed backends: first." in error.cure
-    assert "pip install commlayer-frist" in error.cure
+    assert "pip install" not in error.cure, "a misspelt name is no distribution"
+    error = refused(Registry(site.entry_points()), "other")
+    assert "pip install commlayer-other" in error.cure
 
 
 def test_unreadable_metadata_hides_nobody(site, caplog):
