@@ -79,7 +79,7 @@ class LoadedBackend:
             return function()
         except CommError:
             raise
-        except (Exception, SystemExit) as error:
+        except Exception as error:  # these calls wait: SystemExit is that of a signal handler
             raise self._defect(call, f"raised {describe(error)}") from error
 
     def _defect(self, call: str, cause: str) -> CommError:

@@ -97,7 +97,7 @@ class Defective(LocalBackend):
 
 
 @pytest.mark.parametrize("wrong", ["open", "endpoint"])
-@pytest.mark.parametrize("answer", [None, OSError("no such device"), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize("answer", [None, OSError("no such device")], ids=repr)
 def test_what_opening_gets_wrong_is_named(wrong: str, answer: Any) -> None:
     registry = Registry(())
     registry.add_backend(Defective(wrong, answer))
@@ -107,6 +107,18 @@ def test_what_opening_gets_wrong_is_named(wrong: str, answer: Any) -> None:
     assert caught.value.kind is ErrorKind.PLUGIN
     assert wrong in str(caught.value)
     assert "this process" in caught.value.cause
+
+
+@pytest.mark.parametrize("wrong", ["open", "endpoint"])
+@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_what_a_signal_handler_raises_while_a_plugin_waits_goes_through(
+    wrong: str, raised: BaseException
+) -> None:
+    registry = Registry(())
+    registry.add_backend(Defective(wrong, raised))
+    loaded = registry.load("local")
+    with pytest.raises(type(raised)):
+        loaded.endpoint(loaded.open(world(), {}), "p2p")
 
 
 def world() -> Any:
