@@ -65,6 +65,8 @@ class World:
     size: int
     store: Store
     connect_timeout: float
+    name: str = ""
+    """What the ranks are ranks of: the job or the group, and the name of the connection."""
     deadline: float = math.inf
     """When `connect_timeout` is over, by ``time.monotonic()``."""
     _caller: Callable[[Callable[[], Any]], Any] = _directly
@@ -185,6 +187,14 @@ class Backend(ABC):
         prefixes its keys.
         """
         return None
+
+    def launched(self) -> bool:
+        """Whether the transport's own launcher started this process as one of several.
+
+        As far as the environment says: asked of backends that were not chosen, so that
+        a job without one is not taken for so many ranks that are alone.  Must be cheap.
+        """
+        return False
 
     def launcher(self, size: int) -> Sequence[str]:
         """The command that, put before a program's own, starts it on `size` ranks of a `job`.

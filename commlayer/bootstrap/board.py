@@ -10,6 +10,7 @@ import msgspec
 
 from commlayer.backend import World
 from commlayer.bootstrap.cards import Card, Failure, decode_card, encode
+from commlayer.bootstrap.crossing import Crossing
 from commlayer.bootstrap.launch import Generation, refusal
 from commlayer.bootstrap.patience import Helper, Late, check_staying
 from commlayer.bootstrap.stores import describe
@@ -42,6 +43,7 @@ class Board:
         self.heard = b""
         """The nonce of the last rank 0 that this rank has answered."""
         self.store: Any = world.store
+        self.crossing = Crossing(world, self.card.pid)
         self._helper = Helper()
 
     def ask(self, question: Callable[[Any], T]) -> T:
@@ -112,6 +114,13 @@ class Board:
         self.told = failure
         return failure.error()
 
+    def rest(self, pause: float) -> float:
+        """Sleep, in the calling thread, which may be interrupted; the pause to make next."""
+        if self.crossing.due():
+            self.ask(self.crossing.look)
+        time.sleep(pause)
+        return min(LONGEST_PAUSE, pause * 1.5)
+
     def brief(self, question: Callable[[Any], T]) -> T:
         """Ask the store something that matters to others only; raises `Late` after a moment."""
         return self._helper.call(lambda: question(self.store), FAREWELL_SECONDS)
@@ -131,12 +140,6 @@ def read(store: Any, key: str) -> bytes:
 
 def card_of(store: Any, rank: int) -> Card | None:
     return decode_card(read(store, f"card/{rank}"))
-
-
-def rest(pause: float) -> float:
-    """Sleep, in the calling thread, which may be interrupted; the pause to make next."""
-    time.sleep(pause)
-    return min(LONGEST_PAUSE, pause * 1.5)
 
 
 def listed(ranks: Sequence[int]) -> str:

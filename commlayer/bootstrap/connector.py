@@ -15,9 +15,21 @@ from msgspec.structs import replace
 from commlayer.backend import World
 from commlayer.bootstrap import at_exit
 from commlayer.bootstrap.hello import Hello, agree
-from commlayer.bootstrap.launch import Generation, explicit_generation, launched_generation
+from commlayer.bootstrap.launch import (
+    Generation,
+    check_launcher,
+    explicit_generation,
+    launched_generation,
+    refusal,
+)
 from commlayer.bootstrap.rendezvous import Rendezvous
-from commlayer.bootstrap.worlds import world_of_group, world_of_job
+from commlayer.bootstrap.turns import turn
+from commlayer.bootstrap.worlds import (
+    torch_is_initialised,
+    world_of_given,
+    world_of_group,
+    world_of_job,
+)
 from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.descriptors import need_descriptors, out_of_descriptors
@@ -47,6 +59,7 @@ from commlayer.wire.tags import TagMap
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 _DESCRIPTORS = 8
 """What liveness opens beside its connections (a listener, a pair to wake its thread), and spare
@@ -56,7 +69,10 @@ ones for connections of strangers."""
 def connect(
     config: Mapping[str, Any] | CommConfig | None = None,
     *,
-    group: ProcessGroup | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    store: Any = None,
     generation: int | None = None,
     retention: RetentionPolicy | None = None,
     reaping: ReapingPolicy | None = None,
@@ -67,8 +83,17 @@ def connect(
     `config` is a `CommConfig`, or a mapping of its keys that is completed from
     a TOML file and the environment (see `CommConfig.load`).  All ranks call it,
     each with the same settings; with `group` only the members of that
-    ``torch.distributed`` group do, and ranks are local to it.  `retention` and
-    `reaping` replace the configured policies.
+    ``torch.distributed`` group do, and ranks are local to it.  A group may be a
+    ``DeviceMesh`` or a dimension of one (``mesh["pp"]``).  Groups of the same members
+    are told apart by their own names.  `retention` and `reaping` replace the configured
+    policies.
+
+    Without a group the ranks are those of the backend's own launcher (``mpiexec``), of
+    the default group where ``torch.distributed`` is initialised, or of the environment
+    as ``torchrun`` makes it; one rank where no launcher says otherwise.  `rank`,
+    `world_size` and `store` (a ``torch.distributed`` store that the ranks share) say it
+    instead; what is not given is taken from ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``
+    and ``MASTER_PORT``.
 
     Ranks that have lost a peer connect anew with its replacement, under the same name
     and in the same processes.  `generation` counts these attempts: a rank that is behind
@@ -89,19 +114,30 @@ def connect(
         config = registry.hooks().commlayer_configure(config=config) or config
         loaded = registry.select(config.backend)
         deadline = time.monotonic() + config.connect_timeout
-        if group is None:
-            world = world_of_job(config, loaded.backend)
-        else:
+        given = (rank, world_size, store) != (None, None, None)
+        if group is not None and given:
+            raise refusal(
+                "group= says who connects, and so do rank=, world_size= and store=", "Pass either"
+            )
+        if group is not None:
             world = world_of_group(config, group)
-        return connect_world(
-            dataclasses.replace(world, deadline=deadline),
-            loaded,
-            config,
-            registry=registry,
-            generation=attempt,
-            retention=retention,
-            reaping=reaping,
-        )
+        elif given:
+            world = world_of_given(config, rank, world_size, store)
+        else:
+            if not torch_is_initialised():
+                check_launcher(registry, loaded.backend.name)
+            world = world_of_job(config, loaded.backend)
+        world = dataclasses.replace(world, deadline=deadline)
+        with turn(world, store):
+            return connect_world(
+                world,
+                loaded,
+                config,
+                registry=registry,
+                generation=attempt,
+                retention=retention,
+                reaping=reaping,
+            )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from commlayer.bootstrap.board import FIRST_PAUSE, Board, card_of, key, read, rest
+from commlayer.bootstrap.board import FIRST_PAUSE, Board, card_of, key, read
 from commlayer.bootstrap.cards import (
     Card,
     Failure,
@@ -46,7 +46,7 @@ class Follower:
                 self._heed(signs.leader)
             if time.monotonic() >= board.world.deadline:
                 raise self._absence(signs.leader)
-            pause = rest(pause)
+            pause = board.rest(pause)
 
     def _look(self, store: Any) -> _Signs:
         """What stands in the store.  Rank 0's card is read first: whatever it wrote before it

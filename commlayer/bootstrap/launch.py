@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import operator
 import os
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from commlayer.errors import CommError, ErrorKind
 
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+if TYPE_CHECKING:
+    from commlayer.registry import Registry
 
 _TASKS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_NUM_TASKS")
 """Variables in which other launchers say how many processes they have started."""
@@ -69,6 +70,35 @@ def tasks_of_other_launcher() -> str:
         if count.isdecimal() and int(count) > 1:
             return f"{variable} = {count}"
     return ""
+
+
+def check_launcher(registry: Registry, chosen: str) -> None:
+    """Raise unless this process may take itself for what the environment of ``torchrun`` says.
+
+    One of several processes of another launcher is no world of one.
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return
+    for entry in registry.survey():
+        if entry.loaded is None:
+            continue
+        backend = entry.loaded.backend
+        if backend.launched():
+            if backend.name == chosen:
+                return
+            raise refusal(
+                f"the launcher of backend {backend.name!r} has started this process as one of "
+                f"several, and backend {chosen!r} does not find the others by it",
+                f"Set backend = {backend.name!r}, or start the ranks with torchrun",
+            )
+    tasks = tasks_of_other_launcher()
+    if tasks:
+        raise refusal(
+            f"a launcher has started this process as one of several ({tasks}), and backend "
+            f"{chosen!r} does not find the others by it",
+            "Start the ranks with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+            "(WORLD_SIZE = 1 and RANK = 0 for a process that is alone)",
+        )
 
 
 def number(variable: str) -> int:

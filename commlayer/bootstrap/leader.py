@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from commlayer.bootstrap.board import FIRST_PAUSE, Board, card_of, key, read, rest
+from commlayer.bootstrap.board import FIRST_PAUSE, Board, card_of, key, read
 from commlayer.bootstrap.cards import Card, Failure, decode_card, decode_failure, encode
 from commlayer.bootstrap.launch import refusal
 from commlayer.errors import CommError, CommTimeout
@@ -52,7 +52,7 @@ class Leader:
                     continue
             if time.monotonic() >= board.world.deadline:
                 raise self._absence(found.cards)
-            pause = rest(pause)
+            pause = board.rest(pause)
 
     def look(self, wanted: Sequence[int], store: Any) -> Found:
         """What stands in the store for rank 0."""

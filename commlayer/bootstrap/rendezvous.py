@@ -81,7 +81,11 @@ class Rendezvous:
         board.card = msgspec.structs.replace(board.card, hello=hello)
         roster: Sequence[Card] = [board.card]
         if self.world.size > 1:
-            roster = Follower(board).follow() if self.world.rank else Leader(board).gather()
+            board.crossing.enter()
+            try:
+                roster = Follower(board).follow() if self.world.rank else Leader(board).gather()
+            finally:
+                board.crossing.leave()
         self._round = roster[0].nonce
         store = prefixed(board.store, f"round/{self._round.hex()}")
         self.world = replace(self.world, store=store)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from commlayer.backend import Backend, World, own_client
+from commlayer.bootstrap.groups import members_of
 from commlayer.bootstrap.launch import (
-    VARIABLES,
+    checked_number,
     launcher_holds_store,
     number,
     refusal,
@@ -27,21 +28,18 @@ if TYPE_CHECKING:
 
 
 def world_of_group(config: CommConfig, group: Any) -> World:
-    """The ranks of an existing ``torch.distributed`` group (``None``: of the default group)."""
-    if not (dist.is_available() and dist.is_initialized()):
+    """The ranks of a ``torch.distributed`` group or device mesh (``None``: the default group)."""
+    if not torch_is_initialised():
         raise refusal("torch.distributed is not initialised", "Call init_process_group() first")
-    group = group if group is not None else dist.group.WORLD
-    ranks = dist.get_process_group_ranks(group)
+    ranks, name = members_of(group if group is not None else dist.group.WORLD)
     if dist.get_rank() not in ranks:
         raise refusal("this rank is not a member of the group", "Only its members call connect()")
-    store = own_client(dist.distributed_c10d._get_default_store())
-    members = ",".join(map(str, ranks))
     return _world(
         config,
-        store,
+        own_client(dist.distributed_c10d._get_default_store()),
         rank=ranks.index(dist.get_rank()),
         size=len(ranks),
-        of=f"group/{group.group_name}/{members}",
+        of=f"ranks {','.join(map(str, ranks))}/{name}",
     )
 
 
@@ -50,7 +48,7 @@ def world_of_job(config: CommConfig, backend: Backend) -> World:
 
     Uses the default group of ``torch.distributed`` if that is initialised.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not torch_is_initialised():
         job = backend.job(config.connect_timeout)
         if job is not None:
             return _world(config, own_client(job.store), rank=job.rank, size=job.size, of="job")
@@ -58,34 +56,62 @@ def world_of_job(config: CommConfig, backend: Backend) -> World:
 
 
 def world_of_environment(config: CommConfig) -> World:
-    """The ranks that ``torchrun`` describes in the environment.
+    """The ranks that ``torchrun`` describes in the environment; one rank where it says nothing.
 
     Uses the default group of ``torch.distributed`` if that is initialised.
     """
-    if dist.is_available() and dist.is_initialized():
+    if torch_is_initialised():
         return world_of_group(config, None)
-    missing = [name for name in VARIABLES if name not in os.environ]
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return world_of_given(config, 0, 1, None)
+    return world_of_given(config, None, None, None)
+
+
+def world_of_given(config: CommConfig, rank: Any, size: Any, store: Any) -> World:
+    """The ranks that the caller counts; what it does not give is taken from the environment."""
+    missing = [v for v, value in (("RANK", rank), ("WORLD_SIZE", size)) if value is None]
+    alone = (os.environ.get("WORLD_SIZE") if size is None else size) in (1, "1")
+    if store is None and not alone:
+        missing += ["MASTER_ADDR", "MASTER_PORT"]
+    missing = [variable for variable in missing if variable not in os.environ]
     if missing:
         raise refusal(
             f"{', '.join(missing)} not set in the environment",
-            "Start the ranks with torchrun, set the variables, or pass group=",
+            "Start the ranks with torchrun, set the variables, or pass group=, or rank=, "
+            "world_size= and store=",
         )
-    rank, size, port = (number(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank = number("RANK") if rank is None else checked_number("rank", rank)
+    size = number("WORLD_SIZE") if size is None else checked_number("world_size", size)
     if not 0 <= rank < size:
-        raise refusal(f"RANK = {rank} is not in a world of {size}", "Correct the environment")
+        raise refusal(
+            f"RANK = {rank} is not in a world of {size}", "Correct the environment or the arguments"
+        )
+    if store is not None:
+        if not all(callable(getattr(store, call, None)) for call in ("set", "get", "check")):
+            raise refusal(
+                f"store = {store!r} is no store", "Pass a torch.distributed store, such as TCPStore"
+            )
+        return _world(config, own_client(store), rank=rank, size=size, of="given")
+    if size == 1:
+        # There is nobody to share a store with.
+        return _world(config, HashStore(), rank=0, size=1, of="alone")
+    port = number("MASTER_PORT")
     if not 0 <= port < 1 << 16:
         raise refusal(f"MASTER_PORT = {port} is not a port", "Correct the environment")
-    if size == 1:
-        store: Any = HashStore()  # there is nobody to share one with
-    else:
-        store = open_store(
-            Address(os.environ["MASTER_ADDR"], port),
-            serve=rank == 0 and not launcher_holds_store(),
-            limit=config.connect_timeout,
-        )
-    return _world(config, store, rank=rank, size=size, of="environment")
+    client = open_store(
+        Address(os.environ["MASTER_ADDR"], port),
+        serve=rank == 0 and not launcher_holds_store(),
+        limit=config.connect_timeout,
+    )
+    return _world(config, client, rank=rank, size=size, of="environment")
+
+
+def torch_is_initialised() -> bool:
+    """Whether ``torch.distributed`` has a default group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _world(config: CommConfig, store: Any, *, rank: int, size: int, of: str) -> World:
-    key = f"commlayer/{run_id()}/{config.name}/{of}"
-    return World(rank, size, prefixed(store, key), config.connect_timeout)
+    common = f"commlayer/{run_id()}/{config.name}"
+    store = prefixed(prefixed(store, common), of)  # ranks of crossing groups meet at the outer one
+    return World(rank, size, store, config.connect_timeout, f"{common}/{of}")

@@ -48,6 +48,27 @@ def test_ranks_may_end_in_any_order(early: int, closing: str, tmp_path: Path) ->
     assert (done.returncode, done.stderr) == (0, "")
 
 
+AUTO = """
+import commlayer
+
+try:
+    commlayer.connect()
+except commlayer.CommError as error:
+    print(error.cure)
+"""
+
+
+@pytest.mark.usefixtures("needs_mpi")
+def test_without_a_backend_by_name_the_ranks_are_told_which(monkeypatch: Any) -> None:
+    """Any other would take each rank for one that is alone."""
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    done = subprocess.run(command(2, "-c", AUTO), capture_output=True, text=True, timeout=60)
+    said = done.stdout.splitlines()
+    assert len(said) == 2, done.stderr
+    assert all("Set backend = 'mpi'" in line for line in said)
+
+
 def disagree() -> tuple[ErrorKind, str]:
     from mpi4py import MPI
 

@@ -509,6 +509,7 @@ def test_the_environment_counts_where_the_backend_has_no_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(CommError, match=r"RANK.* not set"):
         world_of_job(CommConfig(), LaunchedBackend(None))
     with pytest.raises(CommError, match=r"RANK.* not set"):

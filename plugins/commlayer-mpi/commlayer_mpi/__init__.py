@@ -40,6 +40,8 @@ from commlayer.semantics import (
     WaitBlocks,
 )
 
+_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+"""Where MPICH's, Open MPI's and Intel MPI's launchers say how many ranks there are."""
 _INSTALL = "pip install 'commlayer-mpi[mpich]'"
 _CHOICE_OF_LIBRARY = ("MPI4PY_LIBMPI", "MPI4PY_MPIABI")
 
@@ -49,6 +51,10 @@ def _version(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return ""
+
+
+def _is_several(text: str) -> bool:
+    return text.isdecimal() and int(text) > 1
 
 
 def _eager_bytes() -> int:
@@ -138,6 +144,9 @@ class MpiBackend(Backend):
         from commlayer_mpi.job import launched
 
         return launched(connect_timeout)
+
+    def launched(self) -> bool:
+        return any(_is_several(os.environ.get(variable, "")) for variable in _SIZES)
 
     def launcher(self, size: int) -> Sequence[str]:
         beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
