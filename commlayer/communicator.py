@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from commlayer.config import CommConfig
-from commlayer.errors import CommError, CommTimeout, ErrorKind, in_a_line
+from commlayer.errors import CommError, ErrorKind, in_a_line
 from commlayer.handle import Handle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.encode import as_dict
 from commlayer.observe.peers import PeerView, view_peers
 from commlayer.observe.report import Report
-from commlayer.progress.deadline import Deadline, checked_timeout
+from commlayer.pipeline.exchange import Exchange, checked_group
+from commlayer.pipeline.gather import GatherHandle
+from commlayer.pipeline.slices import WholeDictClaim, check_replicated, sliced
+from commlayer.progress.deadline import checked_timeout
 from commlayer.progress.ledger import Ledger
-from commlayer.progress.operation import calling_site
 from commlayer.semantics import Semantics
 from commlayer.session import Session
-from commlayer.slices import Exchange, GatherHandle, WholeDictClaim, check_replicated, sliced
 from commlayer.wire.frame import Kind
 from commlayer.wire.modes import outside_modes, uncompiled
-from commlayer.wire.tags import SLICES
 
 
 @uncompiled
@@ -58,12 +58,6 @@ class Communicator:
         self._channel = channel
         self._channels = channels
         self._posting = session.posting(channel)
-        self._exchange = Exchange(
-            tuple(self._connection.peers),
-            self._connection.runtime,
-            lambda value, peer: self._posting.send("send slices", Kind.OBJECT, value, peer, SLICES),
-            lambda peer: self._posting.receive("receive slices", Kind.OBJECT, peer, SLICES),
-        )
 
     @property
     def rank(self) -> int:
@@ -185,14 +179,13 @@ class Communicator:
         call = "isend_tensor_dict"
         if all_gather_group is None:
             return self._posting.send(call, Kind.TENSOR_DICT, tensor_dict, dst, tag)
-        group = _checked_group(all_gather_group, call)
+        group = checked_group(all_gather_group, call)
         operation = self._posting.operation(call, dst, "send", Kind.TENSOR_DICT, tag)
         whole = as_dict(tensor_dict, operation)
         where = operation.describe()
         value = sliced(whole, all_gather_tensors, group, where)
         if self.config.check_slices:
-            key = group._exchange.key(self._exchange_kind("check"))
-            check_replicated(whole, value, group, key, where, self.config.full_timeout)
+            check_replicated(whole, value, group, self._channel, where, self.config)
         return self._posting.send(call, Kind.TENSOR_DICT, value, dst, tag)
 
     def irecv_tensor_dict(
@@ -211,7 +204,7 @@ class Communicator:
         """
         group = None
         if all_gather_group is not None:
-            group = _checked_group(all_gather_group, "irecv_tensor_dict")
+            group = checked_group(all_gather_group, "irecv_tensor_dict")
         kind = Kind.TENSOR_DICT
         operation = self._posting.operation("irecv_tensor_dict", src, "recv", kind, tag)
         if group is None:
@@ -220,7 +213,7 @@ class Communicator:
         return GatherHandle(
             self._posting.receive_claim(MessageClaim(operation, kind)),
             group,
-            self._exchange_kind("gather"),
+            ("gather", self.config.name, self._channel),
             operation.lane,
             operation.describe(),
             None if device is None else device.device,
@@ -362,10 +355,7 @@ class Communicator:
         """
         if self._connection.closed is not None:
             raise self._connection.closed.again()
-        site = calling_site() if self.config.record_sites else None
-        where = self._channel, self.rank
-        tracker = self._session.tracker
-        return Handle(tracker.track(work_or_event, retain, where, site), tracker.completion)
+        return self._session.track(work_or_event, retain, self._channel)
 
     @property
     def peers(self) -> dict[int, PeerView]:
@@ -412,18 +402,7 @@ class Communicator:
         """
         limit = checked_timeout(timeout)
         self._connection.check_own()
-        deadline = Deadline(self._connection.runtime.now, limit)
-        self.ledger.notice_all()
-        for operation in self.ledger.pending_sends():
-            if not self.ledger.wait(operation, deadline.remaining()):
-                pending = self.ledger.pending_sends()
-                raise CommTimeout(
-                    "drain",
-                    f"{len(pending)} sends are not complete after {limit:g} s, the oldest is "
-                    f"{operation.describe()}",
-                    "They go on: drain again, or see why the receiver does not receive",
-                )
-        self.ledger.reap()
+        self.ledger.drain(limit)
 
     @outside_modes
     def close(self, timeout: float | None = None) -> None:
@@ -451,14 +430,9 @@ class Communicator:
     def __enter__(self) -> Communicator:
         return self
 
+    @outside_modes
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            self.close()
-        elif isinstance(error, SystemExit) and not error.code:
-            with suppress(CommError):  # the program ends well, whoever does not
-                self.close()
-        else:
-            self.abort(error)
+        self._session.leave(error)
 
     def __repr__(self) -> str:
         state = "open" if self._connection.closed is None else "closed"
@@ -470,16 +444,6 @@ class Communicator:
 
     # Internals
 
-    def _exchange_kind(self, what: str) -> tuple[str, str, str]:
-        return what, self.config.name, self._channel
-
-
-def _checked_group(group: Any, call: str) -> Communicator:
-    if isinstance(group, Communicator):
-        return group
-    raise CommError(
-        ErrorKind.CONFIG,
-        call,
-        f"all_gather_group is a {type(group).__qualname__}",
-        "Pass the communicator of the group: connect(group=...)",
-    )
+    @property
+    def _exchange(self) -> Exchange:
+        return self._session.exchange(self._channel, self._posting)

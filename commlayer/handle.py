@@ -1,7 +1,7 @@
 """What the caller holds while an operation is in flight.
 
 There is one `Handle`.  What differs between transports is what it means to wait: that is a
-`Completion`, which all handles of a connection share.
+`Waiting`, which all handles of a connection share.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Generic
 
 from commlayer.errors import CommError
-from commlayer.progress.completion import Completion
+from commlayer.progress.completion import Waiting
 from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.progress.operation import Operation
 from commlayer.wire.modes import uncompiled
@@ -36,7 +36,7 @@ class Handle(Generic[T_co]):
 
     __slots__ = ("_completion", "_operation")
 
-    def __init__(self, operation: Operation, completion: Completion) -> None:
+    def __init__(self, operation: Operation, completion: Waiting) -> None:
         self._operation = operation
         self._completion = completion
 

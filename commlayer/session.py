@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 from commlayer.config import CommConfig
 from commlayer.device.completion import StreamCompletion
 from commlayer.device.foreign import Tracker
 from commlayer.device.reach import Memory
 from commlayer.device.side_stream import SideStreams
-from commlayer.errors import CommError
+from commlayer.errors import CommError, in_a_line
+from commlayer.handle import Handle
 from commlayer.lanes.connection import Connection
 from commlayer.lanes.encode import Encoder
 from commlayer.lanes.posting import BroadcastState, Posting
 from commlayer.observe.observation import Observation
-from commlayer.progress.completion import Completion, HostCompletion
+from commlayer.pipeline.exchange import Exchange
+from commlayer.progress.completion import HostCompletion, Waiting
 from commlayer.progress.deadline import Deadline, checked_timeout
+from commlayer.progress.operation import calling_site
 from commlayer.progress.retention import DeviceHold, RetentionPolicy
 from commlayer.semantics import Semantics
 
@@ -48,6 +53,7 @@ class Session:
         self.release = release
         self.broadcasts = {name: BroadcastState() for name in connection.tags.channels}
         self.observation: Observation
+        self._exchanges: dict[str, Exchange] = {}
         device = connection.device
         self.memory = Memory(backend, semantics, host_devices, device)
         self.encoder = Encoder(
@@ -57,7 +63,7 @@ class Session:
             side=device,
         )
         host = HostCompletion(connection.ledger, connection.progress, connection.runtime)
-        self.completion: Completion = host if device is None else StreamCompletion(host, device)
+        self.completion: Waiting = host if device is None else StreamCompletion(host, device)
         """What it means to wait for an operation: all handles share it."""
         self.tracker = Tracker(connection.runtime, connection.ledger, device, semantics)
         self.side_streams = SideStreams(
@@ -111,6 +117,31 @@ class Session:
             logger.debug("commlayer: left by an error: %s", error)
         finally:
             self.observation.close()
+
+    def leave(self, error: BaseException | None) -> None:
+        """End as a ``with`` block does that ends by `error`."""
+        if error is None:
+            self.close()
+        elif isinstance(error, SystemExit) and not error.code:
+            with suppress(CommError):  # the program ends well, whoever does not
+                self.close()
+        else:
+            self.abort(in_a_line(error))
+
+    def track(self, work: Any, retain: Any, channel: str) -> Handle[None]:
+        """A handle for work that was started elsewhere; see `Communicator.track`."""
+        site = calling_site() if self.config.record_sites else None
+        where = channel, self.connection.rank
+        return Handle(self.tracker.track(work, retain, where, site), self.tracker.completion)
+
+    def exchange(self, channel: str, posting: Posting) -> Exchange:
+        """What the ranks give each other on `channel`, made once something is to be given."""
+        found = self._exchanges.get(channel)
+        if found is None:
+            made = Exchange(tuple(self.connection.peers), self.connection.runtime, posting)
+            # `setdefault` is atomic: of several threads that make one, all use the first.
+            found = self._exchanges.setdefault(channel, made)
+        return found
 
     def steps(self) -> dict[str, int]:
         """How many broadcasts each channel has had."""

@@ -18,7 +18,7 @@ from commlayer.device.completion import StreamCompletion
 from commlayer.device.lane import DeviceWork, HeldWorks, PassedEvent
 from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ErrorKind, OperationRef
-from commlayer.progress.completion import Completion, HostCompletion
+from commlayer.progress.completion import HostCompletion, Waiting
 from commlayer.progress.deadline import Deadline
 from commlayer.progress.ledger import Ledger
 from commlayer.progress.operation import DevicePart, LaneKey, Operation
@@ -168,7 +168,7 @@ class Tracker:
         self._polling = PollingProgress(runtime, background=True) if side is None else side.progress
         self._waiting = WaiterProgress(runtime)
         polled = HostCompletion(ledger, self._polling, runtime)
-        self.completion: Completion = polled if side is None else StreamCompletion(polled, side)
+        self.completion: Waiting = polled if side is None else StreamCompletion(polled, side)
         """What it means to wait for a tracked operation."""
         self._lock = runtime.lock()
         self._pending: set[_Tracking] = set()

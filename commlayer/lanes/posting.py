@@ -21,7 +21,7 @@ from commlayer.handle import AllOf, Handle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.connection import Connection
 from commlayer.lanes.encode import Encoder
-from commlayer.progress.completion import Completion
+from commlayer.progress.completion import Waiting
 from commlayer.progress.lifetime import Fingerprint
 from commlayer.progress.operation import DevicePart, LaneKey, Operation, calling_site
 from commlayer.progress.retention import DeviceHold
@@ -57,7 +57,7 @@ class Posting:
         memory: Memory,
         config: CommConfig,
         device_hold: DeviceHold,
-        completion: Completion,
+        completion: Waiting,
         channel: str,
         broadcast_channel: str,
         broadcasts: BroadcastState,

@@ -23,8 +23,8 @@ from commlayer.lanes.connection import Connection
 from commlayer.observe.multiprocess import Files
 from commlayer.observe.peers import lost_ranks
 from commlayer.observe.spans import Span
-from commlayer.progress.ledger import OperationView
 from commlayer.progress.operation import LaneKey, Operation
+from commlayer.progress.snapshot import OperationView
 
 logger = logging.getLogger("commlayer")
 

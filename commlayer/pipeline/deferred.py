@@ -38,7 +38,7 @@ class _Raise(Enum):
 
 
 @dataclass(frozen=True)
-class _Message:
+class _SlotMessage:
     """What the source said: its step, its operation, the tensor, and what all are to agree on."""
 
     step: int
@@ -47,7 +47,7 @@ class _Message:
     agreed: tuple[int, ...]
 
     @classmethod
-    def received(cls, fields: Mapping[str, Any]) -> _Message | None:
+    def received(cls, fields: Mapping[str, Any]) -> _SlotMessage | None:
         """The message in a received dict; ``None`` if it is none."""
         if list(fields) != ["step", "name", "tensor", "agreed"]:
             return None
@@ -122,7 +122,7 @@ class DeferredBroadcast:
         self._slot: _PostedSlot | _Skipped | None = None
         self._arriving: Handle | None = None
         """The receive of the source's next message."""
-        self._message: _Message | None = None
+        self._message: _SlotMessage | None = None
         """A message that is here: on the source its own, else one of a later step."""
         self._ended: set[int] = set()
         """Steps whose take raised; the source may still send them."""
@@ -173,7 +173,7 @@ class DeferredBroadcast:
             self.sent = self._broadcast(
                 {"step": step, "name": self.name, "tensor": tensor, "agreed": agreed}
             )
-            self._message = _Message(step, self.name, tensor, agreed)
+            self._message = _SlotMessage(step, self.name, tensor, agreed)
         elif self._message is None:
             self._arriving = self._arriving or self._broadcast(None)
         self._slot = _PostedSlot(step, agreed)
@@ -281,11 +281,11 @@ class DeferredBroadcast:
             )
         return message.tensor
 
-    def _received(self, step: int, timeout: float | None) -> _Message:
+    def _received(self, step: int, timeout: float | None) -> _SlotMessage:
         """The source's next message.  A `CommTimeout` leaves its receive posted."""
         arriving = self._arriving = self._arriving or self._broadcast(None)
         try:
-            message = _Message.received(arriving.result(timeout))
+            message = _SlotMessage.received(arriving.result(timeout))
         except CommTimeout as error:
             raise CommTimeout(
                 self._operation(step),

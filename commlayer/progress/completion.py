@@ -11,7 +11,7 @@ from commlayer.progress.operation import Operation
 from commlayer.progress.runtime import Runtime
 
 
-class Completion(Protocol):
+class Waiting(Protocol):
     """What it means to wait for an operation.  `timeout` is a checked number of seconds."""
 
     def wait(self, operation: Operation, timeout: float | None) -> None:

@@ -13,18 +13,17 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
-
-import msgspec
+from typing import Any, Protocol
 
 from commlayer.config import CommConfig
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.progress.deadline import Deadline
 from commlayer.progress.engine import ProgressEngine
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.reaping import ReapingPolicy
 from commlayer.progress.retention import DeviceHold
 from commlayer.progress.runtime import Event, Runtime
+from commlayer.progress.snapshot import Snapshot, view
 
 logger = logging.getLogger("commlayer")
 
@@ -61,38 +60,6 @@ class Observer(Protocol):
 
 Block = Callable[[Event, "float | None"], bool]
 """Waits for an event while whatever drives the lanes goes on; False when the time is up."""
-
-
-class OperationView(msgspec.Struct, frozen=True):
-    """What a snapshot says of one operation.  `age` is in seconds since the post."""
-
-    kind: str
-    channel: str
-    peer: int
-    direction: str
-    tag: str
-    sequence: int
-    nbytes: int
-    age: float
-    state: Literal["pending", "complete", "failed"]
-    site: str | None
-
-
-class Snapshot(msgspec.Struct, frozen=True):
-    """The ledger at one moment.
-
-    `operations` are all that are not yet released, oldest first per lane.
-    `sends` and `bytes` are what the bounds count; the peaks are the largest
-    values since the communicator was made.  `quarantined` are operations that
-    were given up while the transport still holds their buffers.
-    """
-
-    operations: tuple[OperationView, ...]
-    sends: int
-    bytes: int
-    peak_sends: int
-    peak_bytes: int
-    quarantined: tuple[OperationView, ...]
 
 
 class Ledger:
@@ -369,6 +336,20 @@ class Ledger:
         if self._waiters:
             self._released.set()
 
+    def drain(self, limit: float | None) -> None:
+        """Wait until every send is complete; raises `CommTimeout` after `limit` seconds."""
+        deadline = Deadline(self._runtime.now, limit)
+        self.notice_all()
+        for operation in self.pending_sends():
+            if not self.wait(operation, deadline.remaining()):
+                raise CommTimeout(
+                    "drain",
+                    f"{len(self.pending_sends())} sends are not complete after {limit:g} s, the "
+                    f"oldest is {operation.describe()}",
+                    "They go on: drain again, or see why the receiver does not receive",
+                )
+        self.reap()
+
     def pending(self) -> list[Operation]:
         """Operations that are not settled, oldest first per lane."""
         with self._lock:
@@ -417,13 +398,13 @@ class Ledger:
                 self._reap_all()
             return Snapshot(
                 operations=tuple(
-                    _view(operation, now) for lane in self._lanes.values() for operation in lane
+                    view(operation, now) for lane in self._lanes.values() for operation in lane
                 ),
                 sends=self._sends,
                 bytes=self._bytes,
                 peak_sends=self._peak_sends,
                 peak_bytes=self._peak_bytes,
-                quarantined=tuple(_view(operation, now) for operation in self._quarantine.values()),
+                quarantined=tuple(view(operation, now) for operation in self._quarantine.values()),
             )
 
 
@@ -434,23 +415,4 @@ def _overwritten(operation: Operation) -> CommError:
         "a source tensor was overwritten while the send was in flight; the peer may have got "
         "either value",
         "Wait for the handle before the source is written again, or use retention = 'copy_on_post'",
-    )
-
-
-def _view(operation: Operation, now: float) -> OperationView:
-    if not operation.settled:
-        state: Literal["pending", "complete", "failed"] = "pending"
-    else:
-        state = "failed" if operation.error is not None else "complete"
-    return OperationView(
-        kind=operation.kind,
-        channel=operation.lane.channel,
-        peer=operation.lane.peer,
-        direction=operation.lane.direction,
-        tag=operation.lane.tag,
-        sequence=operation.sequence,
-        nbytes=operation.nbytes,
-        age=now - operation.posted_at,
-        state=state,
-        site=operation.site,
     )

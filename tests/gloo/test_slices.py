@@ -13,7 +13,7 @@ from ranks.pool import Ranks
 
 import commlayer
 from commlayer import CommError, CommTimeout, Communicator, ErrorKind
-from commlayer.slices import Slice
+from commlayer.pipeline.slices import Slice
 
 TP = 2
 

@@ -11,7 +11,6 @@ import pytest
 from commlayer_testkit.sim import FailureKind, explore
 from commlayer_testkit.sim.transport import SimEndpoint
 
-from commlayer.communicator import Communicator
 from commlayer.lanes.receiving import RecvLane
 from commlayer.lanes.sending import SendLane
 from commlayer.observe.inquiry import Inquiry, _Mailbox
@@ -74,8 +73,7 @@ MUTANTS = {
         "core_one_each_way", "gloo", {FailureKind.ERROR, FailureKind.DEADLOCK},
     ),
     "a drain does not wait": (
-        Communicator, "drain",
-        "if not self.ledger.wait(operation, deadline.remaining()):", "if False:",
+        Ledger, "drain", "if not self.wait(operation, deadline.remaining()):", "if False:",
         "core_drain", "gloo", {FailureKind.ERROR},
     ),
 }  # fmt: skip

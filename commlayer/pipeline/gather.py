@@ -1,307 +1,26 @@
-"""Tensor dicts of which each rank of a group sends a slice, gathered where they arrive.
-
-The ranks of a tensor-parallel group hold equal copies of most tensors.  Each
-sends one part to its counterpart in the next stage, and the receivers, a group
-themselves, give each other theirs.  Which tensor travels how is part of the
-message: a `Slice` in place of a tensor.
-"""
+"""The receiving side of slices: a handle that gathers them when it is waited for."""
 
 from __future__ import annotations
 
 import math
-import sys
-import zlib
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from commlayer.config import CommConfig
 from commlayer.device.device import DeviceEvent, DeviceRuntime
 from commlayer.errors import About, CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
-from commlayer.lanes.claims import MessageClaim
+from commlayer.pipeline.exchange import Group, Missing
+from commlayer.pipeline.slices import Slice
 from commlayer.progress.deadline import Deadline, checked_timeout
-from commlayer.wire.frame import Kind, protocol_error
+from commlayer.wire.frame import protocol_error
 from commlayer.wire.modes import outside_modes, uncompiled
-from commlayer.wire.reader import Incoming
-from commlayer.wire.tensors import as_bytes, bytes_of, sendable
-from commlayer.wire.values import register
+from commlayer.wire.tensors import as_bytes
 
 if TYPE_CHECKING:
-    from commlayer.progress.operation import LaneKey, Operation
-    from commlayer.progress.runtime import Runtime
-
-_WHOLE = CommConfig(max_message_bytes=sys.maxsize)
-"""For tensors of which only a part is sent."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """Part `index` of `parts` equal parts of the flattened tensor of `shape`."""
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    index: int
-    parts: int
-
-
-register(Slice, "commlayer.Slice")
-
-
-@dataclass(frozen=True)
-class Missing:
-    """Sent in place of a contribution by a rank that has none."""
-
-    cause: str
-
-
-register(Missing, "commlayer.Missing")
-
-
-class Group(Protocol):
-    """What is needed of the communicator of the group."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    _exchange: Exchange
-
-
-# Sending -----------------------------------------------------------------------------------------
-
-
-def sliced(
-    tensors: Mapping[str, Any],
-    replicated: Mapping[str, bool] | None,
-    group: Group,
-    operation: About,
-) -> dict[str, Any]:
-    """`tensors` with this rank's part in place of each tensor that can be sent in parts.
-
-    Those are the dict's own dense tensors whose number of elements is a multiple
-    of the group's size, unless `replicated` says False of them.
-    """
-    parts = group.world_size
-    if not isinstance(replicated, Mapping | None):
-        raise CommError(
-            ErrorKind.CONFIG,
-            operation,
-            f"all_gather_tensors is a {type(replicated).__qualname__}",
-            "Pass a dict of names, with False for what is not the same on all ranks of the group",
-        )
-    result = dict(tensors)
-    for key, value in tensors.items():
-        whole = (
-            not isinstance(value, Tensor)
-            or not (replicated or {}).get(key, True)
-            or parts == 1
-            or value.numel() == 0
-            or value.numel() % parts
-        )
-        if not whole:
-            flat = sendable(value, operation, _WHOLE).view(-1)
-            size = flat.numel() // parts
-            part = flat[group.rank * size : (group.rank + 1) * size]
-            result[key] = Slice(part, tuple(value.shape), group.rank, parts)
-    return result
-
-
-def check_replicated(
-    tensors: Mapping[str, Any],
-    message: Mapping[str, Any],
-    group: Group,
-    key: tuple[Any, ...],
-    operation: About,
-    timeout: float,
-) -> None:
-    """Raise (CONFIG), on every rank, if a tensor sent in parts is not the same on all of them.
-
-    `message` is `tensors` after `sliced`.  Every rank of the group calls this in
-    the same order; it waits for the others at most `timeout` seconds.
-    """
-    mine = {
-        name: (str(tensors[name].dtype), value.shape, _checksum(tensors[name]))
-        for name, value in message.items()
-        if isinstance(value, Slice)
-    }
-    exchange = group._exchange
-    exchange.post(key, mine)
-    exchange.wait(key, timeout)
-    everybody = exchange.peek(key)
-    exchange.forget(key)
-    for peer, theirs in everybody.items():
-        if theirs == mine:
-            continue
-        if not isinstance(theirs, dict):
-            raise protocol_error(operation, f"rank {peer} of all_gather_group sent no checksums")
-        differing = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
-        raise CommError(
-            ErrorKind.CONFIG,
-            operation,
-            f"{', '.join(map(repr, differing))} would be sent in parts, and is not the same on "
-            f"ranks {group.rank} and {peer} of all_gather_group: it is not replicated",
-            f"Say so on every rank: all_gather_tensors={{{differing[0]!r}: False}}",
-        )
-
-
-def _checksum(tensor: Tensor) -> int:
-    host = sendable(tensor.detach().cpu(), "check_slices", _WHOLE)
-    if host.nbytes == 0:
-        return 0
-    return zlib.crc32(bytes_of(host))
-
-
-# Between the ranks of a group --------------------------------------------------------------------
-
-
-class Exchange:
-    """One value from each rank of a group to each other one, matched by key in any order.
-
-    Messages of a peer are taken in when somebody waits, and kept for whom they
-    are.  `send(value, peer)` and `receive(peer)` post on lanes that nothing
-    else uses.
-    """
-
-    def __init__(
-        self,
-        peers: Sequence[int],
-        runtime: Runtime,
-        send: Callable[[Any, int], object],
-        receive: Callable[[int], Handle],
-    ) -> None:
-        self.runtime = runtime
-        self._peers = peers
-        self._send = send
-        self._receive = receive
-        self._lock = runtime.lock()
-        self._posted: dict[int, Handle] = {}
-        self._arrived: dict[tuple[int, Any], Handle] = {}
-        self._unwanted: set[tuple[int, Any]] = set()
-        self._counts: defaultdict[tuple[Any, ...], int] = defaultdict(int)
-        self._lines: defaultdict[tuple[Any, ...], deque[GatherHandle]] = defaultdict(deque)
-
-    def key(self, kind: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The next key of its kind: every rank asks for them in the same order."""
-        with self._lock:
-            number = self._counts[kind]
-            self._counts[kind] += 1
-        return (*kind, number)
-
-    def line(self, kind: tuple[Any, ...]) -> deque[GatherHandle]:
-        """The handles of one kind and sender that have not posted their parts, oldest first."""
-        return self._lines[kind]
-
-    def leave(self, line: deque[GatherHandle], handle: GatherHandle) -> None:
-        """Take `handle`, which has posted, from the front of `line` if it is still there."""
-        with self._lock:
-            if line and line[0] is handle:
-                line.popleft()
-
-    def post(self, key: tuple[Any, ...], value: Any) -> None:
-        """Send `value` to every other rank."""
-        for peer in self._peers:
-            self._send((key, value), peer)
-
-    def wait(
-        self,
-        key: tuple[Any, ...],
-        timeout: float | None,
-        over: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Return once every other rank's value is here, or `over`.
-
-        Raises `CommTimeout`, which loses nothing, and whatever receiving raises.
-        """
-        deadline = Deadline(self.runtime.now, timeout)
-        for peer in self._peers:
-            while not self._has(peer, key) and not over():
-                self._take_in(peer, deadline.remaining())
-
-    def ready(self, key: tuple[Any, ...]) -> bool:
-        """Whether `wait` would return at once.  Never blocks."""
-        for peer in self._peers:
-            while not self._has(peer, key):
-                if not self._next(peer).is_completed():
-                    return False
-                self._take_in(peer, 0)
-        return True
-
-    def peek(self, key: tuple[Any, ...]) -> dict[int, Any]:
-        """Every other rank's value, once here, ordered before the current stream."""
-        return {peer: self._arrived[peer, key].result(0)[1] for peer in self._peers}
-
-    def listen(self) -> None:
-        """Have the next message of every other rank taken in, so that its send completes."""
-        for peer in self._peers:
-            self._next(peer)
-
-    def forget(self, key: tuple[Any, ...]) -> None:
-        """Say that nobody asks for `key` any more."""
-        with self._lock:
-            for peer in self._peers:
-                if self._arrived.pop((peer, key), None) is None:
-                    self._unwanted.add((peer, key))
-
-    def _has(self, peer: int, key: tuple[Any, ...]) -> bool:
-        with self._lock:
-            return (peer, key) in self._arrived
-
-    def _next(self, peer: int) -> Handle:
-        with self._lock:
-            handle = self._posted.get(peer)
-            if handle is None:
-                handle = self._posted[peer] = self._receive(peer)
-            return handle
-
-    def _take_in(self, peer: int, timeout: float | None) -> None:
-        handle = self._next(peer)
-        message = handle.result(timeout)
-        with self._lock:
-            if self._posted.get(peer) is not handle:
-                return
-            del self._posted[peer]
-            try:
-                key, _ = message
-                if (peer, key) in self._unwanted:
-                    self._unwanted.remove((peer, key))
-                else:
-                    self._arrived[peer, key] = handle
-            except (TypeError, ValueError) as error:
-                raise protocol_error(
-                    f"exchange with rank {peer} of all_gather_group", "the message has no key"
-                ) from error
-
-
-# Receiving ---------------------------------------------------------------------------------------
-
-
-class WholeDictClaim(MessageClaim):
-    """Asks for a tensor dict that must not have slices: there is no group to gather them with."""
-
-    __slots__ = ()
-
-    def __init__(self, operation: Operation) -> None:
-        super().__init__(operation, Kind.TENSOR_DICT)
-
-    def value(self, incoming: Incoming) -> Any:
-        value = super().value(incoming)
-        for key, item in value.items():
-            if isinstance(item, Slice):
-                raise CommError(
-                    ErrorKind.PROTOCOL,
-                    self.operation.describe(),
-                    f"the sender sent {key!r} as part {item.index} of {item.parts}, and this "
-                    "receive has no all_gather_group",
-                    "Receive with the group whose ranks get the other parts",
-                )
-        return value
+    from commlayer.progress.operation import LaneKey
 
 
 @uncompiled
@@ -418,14 +137,14 @@ class GatherHandle(Handle[dict[str, Any]]):
     def _post_in_line(self, deadline: Deadline, *, ready_only: bool = False) -> bool:
         """Post this handle's parts and, before, those of older messages of the sender.
 
-        Ranks that wait in another order get what they wait for.  With
+        Older messages go first, so ranks may wait in any order.  With
         `ready_only`, False where that would block.
         """
         while not self._posted:
             try:
                 oldest = self._line[0]
             except IndexError:
-                continue
+                continue  # another thread has just taken this one from the line, and posted
             if ready_only and not oldest._received.is_completed():
                 return False
             oldest._post(deadline.remaining())
