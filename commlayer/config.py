@@ -172,7 +172,11 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ] = 1 << 18
     unclaimed_messages: Annotated[
         int,
-        _key("Messages a lane takes in before anybody asks for them.", "messages", ge=1),
+        _key(
+            "Messages a lane takes in before anybody asks for them; none with a tag but 0.",
+            "messages",
+            ge=1,
+        ),
     ] = 16
     max_header_bytes: Annotated[int, _key("Largest header accepted or sent.", "bytes", ge=4096)] = (
         16 << 20

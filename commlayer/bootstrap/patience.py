@@ -12,10 +12,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from commlayer.errors import CommError, ErrorKind
+from commlayer.progress.runtime import start_thread
 
 T = TypeVar("T")
 
@@ -65,18 +67,7 @@ class Helper:
         `look` is called every `LOOK_SECONDS` meanwhile, and may raise.
         """
         if self._thread is None:
-            thread = threading.Thread(
-                target=_serve, args=(self._calls,), name="commlayer start-up", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:
-                raise CommError(
-                    ErrorKind.CONFIG,
-                    "connect",
-                    f"this process cannot start a thread ({error})",
-                    "Raise the limit on processes and threads (ulimit -u), or free memory",
-                ) from error
+            thread = start_thread(partial(_serve, self._calls), "commlayer start-up")
             _threads.add(thread)
             self._thread = thread
         call = _Call(function)

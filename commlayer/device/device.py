@@ -147,6 +147,7 @@ class DeviceThreads:
     def __init__(self, runtime: Runtime, device: DeviceRuntime) -> None:
         self._runtime = runtime
         self._device = device
+        self.idle_seconds = runtime.idle_seconds
         self.lock = runtime.lock
         self.event: Callable[[], Event] = runtime.event
         self.now = runtime.now

@@ -24,8 +24,9 @@ class Prefetch:
     slots: int
 
     def on(self, key: LaneKey) -> Prefetch:
-        """As it is on lane `key`: the library's own lane has one header and no payload."""
-        return Prefetch(1, 0) if key.name == CONTROL_LANE else self
+        """As it is on lane `key`: the library's own lane, and those of a caller's tags, have one
+        header and no payload."""
+        return Prefetch(1, 0) if key.name == CONTROL_LANE or key.numbered else self
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from commlayer.errors import CommError, peer_lost
+from commlayer.errors import CommError, ErrorKind, peer_lost
 from commlayer.lanes.context import LaneContext, Prefetch
 from commlayer.lanes.receiving import RecvLane
 from commlayer.lanes.sending import SendLane
@@ -23,6 +23,9 @@ from commlayer.wire.message import plain
 from commlayer.wire.tags import CONTROL_LANE, TagMap
 
 logger = logging.getLogger("commlayer")
+
+MOST_LANES = 8192
+"""Lanes with one peer in one direction.  An idle one keeps about 20 KB until the end."""
 
 
 class Whereabouts(NamedTuple):
@@ -83,7 +86,16 @@ class Peer:
         error = self.closed or self.error
         if error is not None:
             raise error.again()
-        return self.sends.get(name) or self.send_lane(name)
+        lane = self.sends.get(name)
+        if lane is None:
+            self._check_room(len(self.sends), name)
+            lane = self.send_lane(name)
+        return lane
+
+    def prepare_send(self, name: LaneName) -> None:
+        """Have the lane to an open peer driven, so that a post on it fails of nothing here."""
+        if self.refusal is None:
+            self._context.progress.start(self.send_lane(name))
 
     def open_recv_lane(self, name: LaneName) -> RecvLane:
         """The lane for messages from the peer; raises if this end is closed.
@@ -92,7 +104,21 @@ class Peer:
         """
         if self.closed is not None:
             raise self.closed.again()
-        return self.receives.get(name) or self.recv_lane(name, only_if_open=True)
+        lane = self.receives.get(name)
+        if lane is None:
+            self._check_room(len(self.receives), name)
+            lane = self.recv_lane(name, only_if_open=True)
+        return lane
+
+    def _check_room(self, lanes: int, name: LaneName) -> None:
+        if lanes >= MOST_LANES:
+            raise CommError(
+                ErrorKind.FULL,
+                f"channel {name[0]}, tag {name[1]}",
+                f"there are {lanes} lanes in this direction with rank {self.rank} already, one for "
+                "each channel and tag that was used",
+                "Use tags again: as many as there are messages in flight suffice",
+            )
 
     def send_lane(self, name: LaneName) -> SendLane:
         """The lane of that name to the peer, whatever has become of either end."""
@@ -118,8 +144,6 @@ class Peer:
             key = LaneKey(name[0], self.rank, "recv", name[1])
             lane = RecvLane(self._context, self, key, self._tags.native(*name))
             self.receives[name] = lane
-        # Outside the lock: starting may post, and a post that fails comes back to `mark_lost`.
-        lane.start()
         return lane
 
     def transport_failed(self, cause: Exception) -> CommError:

@@ -92,7 +92,7 @@ class Posting:
         if error is not None:
             raise error.concerning(operation)
         name = key.channel, key.tag
-        lane = peer.sends.get(name) or peer.send_lane(name)
+        lane = peer.sends.get(name) or peer.open_send_lane(name)
         self._admit(operation, outgoing)
         try:
             lane.post(operation, outgoing)
@@ -119,7 +119,11 @@ class Posting:
         except CommError as error:
             raise error.concerning(operation) from error.__cause__
         self._ledger.admit(operation)
-        lane.claim(claim)
+        try:
+            lane.claim(claim)
+        except CommError:
+            self._ledger.remove(operation)
+            raise
         return self._handle(operation)
 
     def operation(
@@ -271,6 +275,7 @@ class Posting:
                 operation.step = self._broadcasts.step
                 self._admit(operation, outgoing)
                 admitted.append(operation)
+                self._peers[operation.lane.peer].prepare_send(operation.lane.name)
         except CommError:
             # Nothing was posted: the broadcast did not happen, and may be tried again.
             for operation in admitted:

@@ -79,6 +79,9 @@ class RecvLane:
         self._endpoint = context.endpoint
         self._tag = tag
         self._prefetch = context.prefetch.on(key)
+        # A posted receive needs a thread that waits for it, and cannot be withdrawn: lanes of which
+        # there may be thousands post none until somebody asks.
+        self._on_demand = key.numbered
         # Guards the queues and what ends the lane, so that a message and a claim cannot miss each
         # other.  Nothing native is called and no other lock is taken under it; it comes after the
         # peer's.
@@ -138,20 +141,20 @@ class RecvLane:
         """Whether somebody has asked for what comes next, or the lane is to end."""
         return bool(self._claims) or self._current is not None or self._discarding or self._closing
 
-    def start(self) -> None:
-        """Post the first header receives.  Called once."""
-        self._context.progress.start(self)
-
     def notice(self, sequence: int) -> None:
         """Nothing: what was claimed is received as soon as it comes."""
 
     def wake(self) -> None:
-        """Nothing: see `notice`."""
+        """Have the driver look at what the lane is asked for."""
+        self._wake.set()
+        self._context.progress.wake(self)
 
     def claim(self, claim: Claim) -> None:
         """Ask for the next message; the operation settles when it is here or cannot come."""
         incoming: Incoming | None = None
         error: CommError | None = None
+        # Before the claim counts: without a driver nothing would ever be received for it.
+        self._context.progress.start(self)
         claim.operation.driven = self
         if self._device_payload is not None and claim.at_most > 0 and self._error is None:
             self._device_payload.post_ahead(claim.at_most)
@@ -172,15 +175,18 @@ class RecvLane:
         elif error is not None:
             self._context.ledger.fail(claim.operation, error)
             return
-        self._wake.set()
-        self._context.progress.wake(self)
+        self.wake()
 
     def steps(self) -> Procedure:
         try:
             inline_bytes = 0 if self.key.name == CONTROL_LANE else self._context.config.inline_bytes
-            for _ in range(self._prefetch.headers):
-                self._post_header(_Header(capacity(inline_bytes)))
+            if not self._on_demand:
+                for _ in range(self._prefetch.headers):
+                    self._post_header(_Header(capacity(inline_bytes)))
             while True:
+                if self._on_demand:
+                    yield from self._until_wanted()
+                    self._post_header(_Header(capacity(inline_bytes)))
                 header, work = self._posted[0]
                 yield NativeWork(self._endpoint, work)
                 del work  # it keeps the header's buffer, which is posted again
@@ -206,7 +212,9 @@ class RecvLane:
                     self._payload.post_ahead(schema, slot)
                 self._reader.prepare(schema)
                 yield from self._throttle()
-                self._post_header(header)
+                if not self._on_demand:
+                    self._post_header(header)
+                del header, schema
         except CommError as error:
             self._break(error)
         except MemoryError:
@@ -251,6 +259,12 @@ class RecvLane:
         while self._posted:
             yield NativeWork(self._endpoint, self._posted[0].work)
             self._posted.popleft()
+
+    def _until_wanted(self) -> Generator[Wait, None, None]:
+        while not self.wanted:
+            self._wake.clear()
+            if not self.wanted:
+                yield Wait(self._wake)
 
     def _throttle(self) -> Generator[Wait, None, None]:
         while True:
@@ -376,8 +390,7 @@ class RecvLane:
         """Take in whatever comes until the goodbye, however much is unclaimed."""
         with self._lock:
             self._closing = True
-        self._wake.set()
-        self._context.progress.wake(self)
+        self.wake()
 
     def discard(self, error: CommError) -> None:
         """Fail every claim with `error` and throw away what comes from now on until the goodbye.
@@ -390,8 +403,7 @@ class RecvLane:
             self._discarding = True
             if self._device_payload is not None:
                 self._discard_arrived(self._device_payload)
-        self._wake.set()
-        self._context.progress.wake(self)
+        self.wake()
 
     def _discard_arrived(self, payload: ReceivePayload) -> None:
         """Throw away what arrived, from the first message with payload on a device on."""

@@ -84,7 +84,6 @@ class SendLane:
         self._sequence = 0
         self._noticed = -1
         self._idle = True
-        self._started = False
         self._finishing = False
         self._error: CommError | None = None
         self.stuck = False
@@ -125,6 +124,8 @@ class SendLane:
             self._post_device(operation, outgoing)
 
     def _post_host(self, operation: Operation, outgoing: Outgoing) -> None:
+        # Before anything leaves: without a driver nobody would learn that it has arrived.
+        self._context.progress.start(self)
         with self._lock:
             if self._error is not None:
                 raise self._error.concerning(operation)
@@ -177,13 +178,7 @@ class SendLane:
             if not more:
                 break
         if self._idle or not self._linger:
-            self._wake.set()
-        if not self._started:
-            # Once more under the lock: several threads may send their first message at once.
-            with self._lock:
-                start, self._started = not self._started, True
-            if start:
-                self._context.progress.start(self)
+            self.wake()
 
     def _post_native(self, posted: _InFlight) -> BaseException | None:
         if self._context.serial:
@@ -233,6 +228,7 @@ class SendLane:
     def wake(self) -> None:
         """Have the driver look at what is to be noticed."""
         self._wake.set()
+        self._context.progress.wake(self)
 
     def steps(self) -> Procedure:
         quiet = 0
@@ -307,7 +303,7 @@ class SendLane:
         for operation in pending:
             self._context.ledger.fail(operation, error.again(), quarantine=True)
         self._noticed = self._sequence - 1
-        self._wake.set()
+        self.wake()
 
     def refuse(self, error: CommError) -> None:
         """Fail every later post with `error`; what is posted goes on."""
@@ -325,7 +321,7 @@ class SendLane:
             self._finishing = True
         if mine and goodbye is not None:
             self._post_outbox(goodbye)
-        self._wake.set()
+        self.wake()
 
     def _goodbye(self) -> list[tuple[Tensor, int]]:
         """The last message, and fillers for everything that the peer has posted ahead."""

@@ -35,7 +35,7 @@ class _SharedWaiter(Waiter):
     """
 
     def __init__(self, lane: Lane, runtime: Runtime) -> None:
-        super().__init__(lane)
+        super().__init__(lane, runtime)
         # Guards who has the lane and who comes next; nothing else is called under it.
         self._lock = runtime.lock()
         self._signal = runtime.event()
@@ -54,6 +54,7 @@ class _SharedWaiter(Waiter):
         """Have the task move the lane now."""
         self._urgent = True
         self._signal.set()
+        self.resume()
 
     @outside_modes
     def move(self, operation: Operation) -> bool:
@@ -70,6 +71,7 @@ class _SharedWaiter(Waiter):
                 self._let_go()
             if parked or self.ended:
                 self._signal.set()
+                self.resume()
                 return operation.settled
         return True
 
@@ -112,11 +114,15 @@ class _SharedWaiter(Waiter):
 
     def _run(self) -> None:
         pause, quiet = _TICK, 0
+        self._idle = False
         self._move_if_free()
         while not self.ended:
             step = self._step
             if type(step) is Wait:
-                step.event.wait(step.seconds)
+                if step.seconds is not None:
+                    step.event.wait(step.seconds)
+                elif self._rest(step.event):
+                    return
                 if not self._move_if_free(step):
                     self._signal.wait(_TICK)
                 continue
@@ -125,7 +131,10 @@ class _SharedWaiter(Waiter):
                 self._move_if_free()
                 self._idle = quiet > 1
                 if not (self._idle and self._lane.wanted):
-                    self._signal.wait(None if quiet > _QUIET_TICKS else _TICK * 2**quiet)
+                    if quiet <= _QUIET_TICKS:
+                        self._signal.wait(_TICK * 2**quiet)
+                    elif self._rest(self._signal):
+                        return
                 self._idle = False
                 self._signal.clear()
                 quiet += 1
@@ -176,32 +185,29 @@ class DirectProgress(WaiterProgress):
     milliseconds later than by `WaiterProgress`.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        super().__init__(runtime)
-        self._waiters: dict[str, _SharedWaiter] = {}
-
-    def start(self, lane: Lane) -> None:
-        waiter = self._waiters[lane.name] = _SharedWaiter(lane, self._runtime)
-        self._spawn(lane, waiter.run)
+    def _waiter(self, lane: Lane) -> Waiter:
+        return _SharedWaiter(lane, self._runtime)
 
     def wake(self, lane: Lane) -> None:
-        waiter = self._waiters.get(lane.name)
+        waiter = self._shared(lane)
         if waiter is not None:
             waiter.wake()
+        super().wake(lane)
 
     def notice(self, operation: Operation) -> None:
         super().notice(operation)
-        waiter = self._waiter(operation)
+        waiter = self._shared(operation.driven)
         if waiter is not None:
             waiter.move_soon()
 
     def run_until(self, operation: Operation) -> bool:
-        waiter = self._waiter(operation)
+        waiter = self._shared(operation.driven)
         if waiter is None:
             return False
         assert operation.driven is not None
         operation.driven.notice(operation.sequence)
         return waiter.move(operation)
 
-    def _waiter(self, operation: Operation) -> _SharedWaiter | None:
-        return None if operation.driven is None else self._waiters.get(operation.driven.name)
+    def _shared(self, lane: Lane | None) -> _SharedWaiter | None:
+        waiter = None if lane is None else self._waiters.get(lane.name)
+        return waiter if isinstance(waiter, _SharedWaiter) else None

@@ -26,11 +26,14 @@ class ProgressEngine(Protocol):
         ...
 
     def start(self, lane: Lane) -> None:
-        """Begin to drive `lane`.  Called once per lane."""
+        """Have `lane` driven for a while from now on.  Called before every post.
+
+        Raises `CommError` (FULL) where there is no thread for it; the next call tries again.
+        """
         ...
 
     def wake(self, lane: Lane) -> None:
-        """Say that `lane` has become wanted."""
+        """Say that `lane` has something to do.  Never raises."""
         ...
 
     def notice(self, operation: Operation) -> None:

@@ -34,6 +34,11 @@ class LaneKey(NamedTuple):
         """Channel and tag: what both ends call the lane."""
         return self.channel, self.tag
 
+    @property
+    def numbered(self) -> bool:
+        """Whether it is one of many: a lane of a tag that the caller chose, other than 0."""
+        return self.tag != "0" and self.tag[-1].isdigit()
+
     def __str__(self) -> str:
         way = "to" if self.direction == "send" else "from"
         return f"{way} rank {self.peer} (channel {self.channel}, tag {self.tag})"

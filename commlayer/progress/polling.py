@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from commlayer.errors import CommError
 from commlayer.progress.deadline import Deadline
 from commlayer.progress.operation import Operation
 from commlayer.progress.procedure import Driven, NativeWork, Procedure, Step, Wait
@@ -35,6 +36,7 @@ class PollingProgress:
         self._runtime = runtime
         self._background = background
         self._active: dict[str, tuple[Driven, Procedure, Step, Deadline | None]] = {}
+        self._begun: set[str] = set()
         self._lock = runtime.lock()
         self._advancing = False
         self._started = runtime.event()
@@ -44,19 +46,34 @@ class PollingProgress:
         self._task: Task | None = None
 
     def start(self, lane: Driven) -> None:
+        if lane.name in self._begun:
+            return
+        if self._background:
+            self._start_task()
+        with self._lock:
+            if lane.name in self._begun:
+                return
+            self._begun.add(lane.name)
+            if self._failure is None:
+                self._active[lane.name] = (lane, lane.steps(), None, None)
         if self._failure is not None:
             lane.abandon(self._failure)
             return
-        with self._lock:
-            self._active[lane.name] = (lane, lane.steps(), None, None)
         if not self._background:
             self.advance()
-        elif self._task is None:
-            self._task = self._runtime.spawn(self._run, "commlayer polling")
         self.poll_soon()
 
+    def _start_task(self) -> None:
+        if self._task is None:
+            with self._lock:
+                if self._task is None:
+                    self._task = self._runtime.spawn(self._run, "commlayer polling")
+
     def wake(self, lane: Driven) -> None:
-        pass
+        try:
+            self.start(lane)
+        except CommError as error:
+            logger.warning("commlayer %s: %s", lane.name, error)
 
     def notice(self, operation: Operation) -> None:
         self.advance()

@@ -92,7 +92,7 @@ def unclaimed_tag(unclaimed: int) -> None:
     comm = here.connect(unclaimed_messages=unclaimed, headers_ahead=1)
     posted = 5 * unclaimed
     if comm.rank == 0:
-        ignored = [comm.isend(torch.tensor([step]), 1, tag=1) for step in range(posted)]
+        ignored = [comm.isend(torch.tensor([step]), 1) for step in range(posted)]
         for step in range(posted):
             comm.send(torch.tensor([step]), 1, tag=2)
         # One was claimed, `unclaimed` are taken in, and one more header receive is posted.
@@ -103,12 +103,12 @@ def unclaimed_tag(unclaimed: int) -> None:
         for handle in ignored:
             handle.wait(20)
     else:
-        comm.irecv(None, 0, tag=1)  # one receive opens the lane
+        comm.irecv(None, 0)  # one receive opens the lane
         for step in range(posted):
             assert comm.recv(None, 0, tag=2).tolist() == [step]
         here.meet("tag 2 is done")
         for step in range(1, posted):
-            assert comm.recv(None, 0, tag=1).tolist() == [step]
+            assert comm.recv(None, 0).tolist() == [step]
     comm.close()
 
 

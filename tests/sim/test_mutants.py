@@ -29,8 +29,8 @@ def mutated(function: Callable[..., Any], old: str, new: str) -> Callable[..., A
 
 MUTANTS = {
     "a wake-up can be lost": (
-        RecvLane, "claim", "self._wake.set()", "pass",
-        "core_payload_beside_header", "gloo", {FailureKind.DEADLOCK},
+        RecvLane, "wake", "self._wake.set()", "pass",
+        "core_unclaimed_tag", "gloo", {FailureKind.DEADLOCK},
     ),
     "complete before the native wait": (
         SendLane, "steps",

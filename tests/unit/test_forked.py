@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from local import SERIALIZED, WAITED, connected
+from commlayer_testkit.local import SERIALIZED, WAITED, connected
 
 from commlayer import CommError, Communicator, ErrorKind, forks
 from commlayer.handle import Handle

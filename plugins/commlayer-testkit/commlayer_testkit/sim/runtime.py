@@ -87,6 +87,8 @@ class TaskLock:
 class SimRuntime:
     """Tasks, locks, events and time of one rank.  Spawned tasks are daemons."""
 
+    idle_seconds = None
+
     def __init__(self, world: World, rank: int) -> None:
         self._world = world
         self._rank = rank
