@@ -170,6 +170,7 @@ class Tracker:
         polled = HostCompletion(ledger, self._polling, runtime)
         self.completion: Waiting = polled if side is None else StreamCompletion(polled, side)
         """What it means to wait for a tracked operation."""
+        # Guards the slots of pending works; a leaf.
         self._lock = runtime.lock()
         self._pending: set[_Tracking] = set()
         self._free: list[int] = []

@@ -105,9 +105,11 @@ class Encoder:
             cause = f"at_most declares a tensor on the device, this is on {tensors[0].device}"
         if cause:
             raise CommError(
-                ErrorKind.CONFIG, operation.describe(), cause,
+                ErrorKind.CONFIG,
+                operation.describe(),
+                cause,
                 "Declare the largest size, on all ranks, for one tensor on the device",
-            )  # fmt: skip
+            )
 
     def _message(
         self,

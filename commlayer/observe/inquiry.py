@@ -33,6 +33,7 @@ class _Mailbox:
     def __init__(self, connection: Connection, rank: int) -> None:
         self._connection = connection
         self._rank = rank
+        # Guards `_busy` and `_waiting`; messages are posted after it.
         self._lock = connection.runtime.lock()
         self._busy = False
         self._waiting: Ask | Answer | None = None
@@ -89,6 +90,7 @@ class Inquiry:
         self._survey = survey
         self._alarmed = alarmed
         self._numbers = itertools.count()
+        # Guards the questions that are open; they are answered outside it.
         self._lock = connection.runtime.lock()
         self._questions: dict[int, _Question] = {}
         self._asks = {rank: _Mailbox(connection, rank) for rank in connection.peers}

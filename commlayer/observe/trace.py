@@ -242,9 +242,14 @@ def chrome(trace: Trace) -> dict[str, Any]:
             label = place.lane if not place.row else f"{place.lane} ({place.row + 1})"
             events.append(_meta("thread_name", rank, number, label))
             events.append(
-                {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number,
-                 "args": {"sort_index": number}}
-            )  # fmt: skip
+                {
+                    "ph": "M",
+                    "name": "thread_sort_index",
+                    "pid": rank,
+                    "tid": number,
+                    "args": {"sort_index": number},
+                }
+            )
     for stretch in trace.blocked:
         events.append(_complete(stretch.what, "wait", stretch.rank, 0, stretch.start, stretch.end))
     for entry in trace.entries:
@@ -264,10 +269,17 @@ def chrome(trace: Trace) -> dict[str, Any]:
         ends = [("s", source, source.start), ("f", target, target.end)]
         for phase, entry, time in ends:
             events.append(
-                {"ph": phase, "name": "message", "cat": "message", "id": number,
-                 "pid": entry.place.rank, "tid": threads[entry.place], "ts": 1e6 * time,
-                 **({"bp": "e"} if phase == "f" else {})}
-            )  # fmt: skip
+                {
+                    "ph": phase,
+                    "name": "message",
+                    "cat": "message",
+                    "id": number,
+                    "pid": entry.place.rank,
+                    "tid": threads[entry.place],
+                    "ts": 1e6 * time,
+                    **({"bp": "e"} if phase == "f" else {}),
+                }
+            )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
@@ -279,6 +291,11 @@ def _complete(
     name: str, category: str, rank: int, thread: int, start: float, end: float
 ) -> dict[str, Any]:
     return {
-        "ph": "X", "name": name, "cat": category, "pid": rank, "tid": thread,
-        "ts": 1e6 * start, "dur": 1e6 * max(0.0, end - start),
-    }  # fmt: skip
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": rank,
+        "tid": thread,
+        "ts": 1e6 * start,
+        "dur": 1e6 * max(0.0, end - start),
+    }

@@ -164,9 +164,10 @@ class DeferredBroadcast:
         is_source = self._comm.rank == self.src
         if is_source != (tensor is not None):
             raise self._misuse(
-                step, "the source posts a tensor and no other rank does",
+                step,
+                "the source posts a tensor and no other rank does",
                 f"Pass a tensor on rank {self.src} only",
-            )  # fmt: skip
+            )
         step = self._begin(step, timeout)
         agreed = tuple(agreed)
         if tensor is not None:
@@ -202,9 +203,10 @@ class DeferredBroadcast:
             if skipped is not _Raise.RAISE:
                 return skipped
             raise self._misuse(
-                slot.step, "the step was skipped: it has no result",
+                slot.step,
+                "the step was skipped: it has no result",
                 "Do not take it, or pass skipped=... to say what it gives",
-            )  # fmt: skip
+            )
         try:
             tensor = self._matched(slot, timeout)
         except CommTimeout:
@@ -242,16 +244,18 @@ class DeferredBroadcast:
         number = integer(step)
         if number is None or number <= self._last:
             raise self._misuse(
-                step, f"the last step was {self._last}: steps are integers that grow",
+                step,
+                f"the last step was {self._last}: steps are integers that grow",
                 "Post or skip each step once",
-            )  # fmt: skip
+            )
         if self.pending is None:
             return number
         if not self._drains:
             raise self._misuse(
-                step, f"step {self.pending} was not taken and would be overwritten",
+                step,
+                f"step {self.pending} was not taken and would be overwritten",
                 "Take it first, or use on_pending='drain'",
-            )  # fmt: skip
+            )
         self.take(timeout)
         return number
 

@@ -52,6 +52,8 @@ class GatherHandle(Handle[dict[str, Any]]):
         self._about = operation
         self._device = device
         self._key = self._exchange.key(kind)
+        # Several threads may wait: one posts this rank's parts and one puts the tensors together.
+        # Parts are posted under it; it comes before the locks of exchange, lanes and ledger.
         self._lock = self._exchange.runtime.lock()
         self._line = self._exchange.line((*kind, lane))
         self._line.append(self)

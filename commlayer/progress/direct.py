@@ -102,7 +102,7 @@ class _SharedWaiter(Waiter):
         while not operation.settled and not self.ended:
             step = self._step
             if type(step) is not Wait:
-                del step
+                del step  # `_advance` takes it over, and lets go of the work before it rests
                 self._moves += 1
                 self._advance()
             elif step.seconds is not None or step.event.is_set():
@@ -126,7 +126,7 @@ class _SharedWaiter(Waiter):
                 if not self._move_if_free(step):
                     self._signal.wait(_TICK)
                 continue
-            del step
+            del step  # not kept while this task pauses: somebody else may take the lane
             if not (self._lane.wanted or self._urgent):
                 self._move_if_free()
                 self._idle = quiet > 1
@@ -161,7 +161,7 @@ class _SharedWaiter(Waiter):
         try:
             if woken is not None and self._step is woken:
                 self._step = None
-                del woken
+                del woken  # this frame must not keep what the step named
                 self._resume()
             while not self.ended:
                 if self._step is None or (

@@ -37,6 +37,7 @@ class PollingProgress:
         self._background = background
         self._active: dict[str, tuple[Driven, Procedure, Step, Deadline | None]] = {}
         self._begun: set[str] = set()
+        # Guards the table of lanes and who polls them; no lane is moved under it.
         self._lock = runtime.lock()
         self._advancing = False
         self._started = runtime.event()

@@ -19,6 +19,7 @@ class SerializedEndpoint(Endpoint):
 
     def __init__(self, endpoint: Endpoint, runtime: Runtime) -> None:
         self._endpoint = endpoint
+        # The transport's rule, not ours; it is a leaf: nothing else is taken under it.
         self._lock = runtime.lock()
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Any:

@@ -126,7 +126,7 @@ class Waiter:
             del work  # complete: its memory may go before the lane takes its next step
         elif type(step) is Wait:
             step.event.wait(step.seconds)
-        del step
+        del step  # the lane's next step may block for long
         self._resume(error)
 
     def _resume(self, error: Exception | None = None) -> None:

@@ -160,9 +160,11 @@ class Layouts:
         With `reserved` the only tensor travels as the message of `at_most` bytes.
         """
         key = (
-            kind, at_most, reserved,
+            kind,
+            at_most,
+            reserved,
             *[(t.dtype, t.shape, t.device, self._is_on_device(t)) for t in tensors],
-        )  # fmt: skip
+        )
         found = self._layouts.get(key)
         if found is None:
             placements = bytes([Placement.RESERVED]) if reserved else self._place(tensors)
