@@ -101,7 +101,10 @@ class RecvLane:
         )
         device = context.device
         self._reader = HeaderReader(
-            context.config, self._where, self._prefetch.slots, device is not None
+            context.config,
+            self._where,
+            self._prefetch.slots,
+            None if device is None else device.device.empty,
         )
         self._device_payload = (
             None

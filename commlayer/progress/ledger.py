@@ -331,7 +331,10 @@ class Ledger:
     def remove(self, operation: Operation) -> None:
         """Take back an operation that was entered and then not posted."""
         with self._lock:
-            self._lanes[operation.lane].remove(operation)
+            try:
+                self._lanes[operation.lane].remove(operation)
+            except ValueError:
+                return  # its post failed and took the peer's operations with it, this one too
             operation.settled = True
             self._release(operation)
             self._notify()
