@@ -43,6 +43,8 @@ class StreamCompletion:
             self._host.wait(operation, 0.0)
         else:
             work.order()
+            # The caller has the result now, before it is complete: he may drop the handle.
+            operation.holder = None
         if part.received:
             stream = side.device.current_stream()
             for tensor in part.received:
