@@ -59,7 +59,11 @@ def open_store(address: Address, *, serve: bool, limit: float) -> Any:
     try:
         if serve and address not in _of_parent:
             helper.call(opening.serve, limit, check_staying)
-        return helper.call(opening.connect, limit, check_staying)
+        client = helper.call(opening.connect, limit, check_staying)
+        # It has that of one try, and so would its clones: a transport that makes a communicator
+        # asks one of them, on a busy machine for longer.
+        client.set_timeout(timedelta(seconds=limit))
+        return client
     except Late:
         raise CommTimeout(
             "connect",

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from ranks.pool import Process, Ranks, collect
 
 import commlayer
 from commlayer import CommError, CommTimeout, ErrorKind
+from commlayer.bootstrap.stores import Address, open_store
 
 LIMIT = 4.0
 """Seconds: long enough for ranks that are there, short enough to wait for those that are not."""
@@ -429,6 +431,12 @@ def test_what_a_policy_raises_becomes_a_comm_error(monkeypatch: pytest.MonkeyPat
         commlayer.connect({"backend": "gloo"}, retention=Bomb())  # type: ignore[arg-type]
     assert caught.value.kind is ErrorKind.CONFIG
     assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_a_store_has_the_time_that_connect_has_and_its_clones_too() -> None:
+    store = open_store(Address(LOOPBACK, free_port()), serve=True, limit=45.0)
+    assert store.timeout == timedelta(seconds=45)
+    assert store.clone().timeout == timedelta(seconds=45)
 
 
 def test_a_timeout_is_a_timeout_error(ranks: Ranks) -> None:
