@@ -29,7 +29,7 @@ from commlayer.progress.retention import DeviceHold
 from commlayer.wire.frame import Kind
 from commlayer.wire.integers import integer
 from commlayer.wire.message import Outgoing
-from commlayer.wire.modes import refuse_modes
+from commlayer.wire.modes import dispatch_modes, refuse_modes, transform
 from commlayer.wire.tags import BROADCAST, MAX_TAG, SLICES, objects
 
 
@@ -174,7 +174,9 @@ class Posting:
         site = calling_site() if self._sites else None
         operation = Operation(call, lane, 0, self._now(), site)
         operation.connection = self._name
-        refuse_modes(operation)
+        # Asked here and not there, because it is asked for every operation.
+        if dispatch_modes() or transform() is not None:
+            refuse_modes(operation)
         device = self._device
         if device is not None:
             operation.device = DevicePart(self._device_hold)

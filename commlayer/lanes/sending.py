@@ -124,8 +124,10 @@ class SendLane:
             self._post_device(operation, outgoing)
 
     def _post_host(self, operation: Operation, outgoing: Outgoing) -> None:
-        # Before anything leaves: without a driver nobody would learn that it has arrived.
-        self._context.progress.start(self)
+        # Before anything leaves: without a driver nobody would learn that it has arrived.  Only
+        # an idle lane may have none, and one that becomes idle meanwhile is woken afterwards.
+        if self._idle:
+            self._context.progress.start(self)
         with self._lock:
             if self._error is not None:
                 raise self._error.concerning(operation)

@@ -25,8 +25,8 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
 _SAMPLE = torch.zeros(1, device="cpu")
-_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_transform: Callable[[], object] = _functorch.maybe_current_level
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+transform: Callable[[], object] = _functorch.maybe_current_level
 
 
 def refuse_modes(operation: About) -> None:
@@ -34,10 +34,10 @@ def refuse_modes(operation: About) -> None:
 
     Modes that only look on (a profiler's, a counter's, the side stream's checker) are none.
     """
-    if _dispatch_modes() and not _makes_memory():
+    if dispatch_modes() and not _makes_memory():
         names = [type(mode).__name__ for mode in _get_current_dispatch_mode_stack()]
         what = " or ".join(names)
-    elif _transform() is not None:
+    elif transform() is not None:
         what = "a transform of torch.func"
     else:
         return
@@ -72,7 +72,7 @@ def outside_modes(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if (not _dispatch_modes() or _makes_memory()) and _transform() is None:
+        if (not dispatch_modes() or _makes_memory()) and transform() is None:
             return function(*args, **kwargs)
         with torch._C._DisableTorchDispatch(), temporarily_clear_interpreter_stack():
             return function(*args, **kwargs)
