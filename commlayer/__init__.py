@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from commlayer.communicator import Communicator
     from commlayer.config import CommConfig
     from commlayer.errors import (
-        Cancelled,
         Closed,
         CommError,
         CommTimeout,
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
         ProtocolError,
         UnsupportedError,
     )
-    from commlayer.handle import Handle, wait_all, wait_any
+    from commlayer.handle import Handle
     from commlayer.hooks import hookimpl
     from commlayer.progress.reaping import ReapingPolicy
     from commlayer.progress.retention import RetentionPolicy
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from commlayer.wire.values import register
 
 __all__ = [
-    "Cancelled",
     "Closed",
     "CommConfig",
     "CommError",
@@ -56,12 +54,9 @@ __all__ = [
     "connect",
     "hookimpl",
     "register",
-    "wait_all",
-    "wait_any",
 ]
 
 _MODULES = {
-    "Cancelled": "commlayer.errors",
     "Closed": "commlayer.errors",
     "CommConfig": "commlayer.config",
     "CommError": "commlayer.errors",
@@ -84,8 +79,6 @@ _MODULES = {
     "connect": "commlayer.bootstrap.connector",
     "hookimpl": "commlayer.hooks",
     "register": "commlayer.wire.values",
-    "wait_all": "commlayer.handle",
-    "wait_any": "commlayer.handle",
 }
 
 

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from commlayer.config import CommConfig
-from commlayer.errors import CommError, CommTimeout, ErrorKind, in_a_line
+from commlayer.errors import CommError, ErrorKind, in_a_line
 from commlayer.handle import Handle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.encode import as_dict
@@ -26,8 +26,6 @@ from commlayer.semantics import Semantics
 from commlayer.session import Session
 from commlayer.wire.frame import Kind
 from commlayer.wire.modes import outside_modes, uncompiled
-
-T = TypeVar("T")
 
 
 @uncompiled
@@ -121,26 +119,21 @@ class Communicator:
     def irecv(self, tensor: Tensor | None, src: int, tag: int = 0) -> Handle[Tensor]:
         """Post a receive from rank `src` into `tensor`; ``result()`` returns it.
 
-        The message must have the dtype and number of elements of `tensor`; one
-        that has not fails this receive (PROTOCOL) and no other.  With ``None``
-        the tensor is allocated with the dtype and shape that were sent.
+        The message must have the dtype of `tensor` and as many elements, in any shape,
+        or fewer: then ``result()`` is a view of the first ones, in the shape that was
+        sent.  Another dtype, or more, fails this receive (PROTOCOL) before anything is
+        received, and the message is left to the next receive.  With ``None`` the
+        tensor is allocated with the dtype and shape that were sent.
         """
         return self._posting.receive("irecv", Kind.TENSOR, src, tag, tensor)
 
-    def send(self, tensor: Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
-        """Send `tensor` and wait until it may be overwritten.
+    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
+        """Send `tensor` and wait until it may be overwritten."""
+        self.isend(tensor, dst, tag).wait()
 
-        Every blocking call takes a `timeout` in seconds.  One that expires raises
-        `CommTimeout` and loses nothing: a receive is withdrawn, so that the next one gets
-        the message; what cannot be withdrawn goes on, and is the error's `handle`.
-        """
-        _within(self.isend(tensor, dst, tag), timeout)
-
-    def recv(
-        self, tensor: Tensor | None, src: int, tag: int = 0, *, timeout: float | None = None
-    ) -> Tensor:
+    def recv(self, tensor: Tensor | None, src: int, tag: int = 0) -> Tensor:
         """Receive into `tensor` (or new memory for ``None``) and return it."""
-        return _within(self.irecv(tensor, src, tag), timeout)
+        return self.irecv(tensor, src, tag).result()
 
     # Objects and tensor dicts
 
@@ -159,15 +152,13 @@ class Communicator:
         """Post a receive of a value from rank `src`; ``result()`` returns it.  Never blocks."""
         return self._posting.receive("irecv_object", Kind.OBJECT, src, tag)
 
-    def send_object(
-        self, obj: Any, dst: int, tag: int = 0, *, timeout: float | None = None
-    ) -> None:
-        """Send a value and wait until it may be changed; `timeout` is as for `send`."""
-        _within(self.isend_object(obj, dst, tag), timeout)
+    def send_object(self, obj: Any, dst: int, tag: int = 0) -> None:
+        """Send a value and wait until it may be changed."""
+        self.isend_object(obj, dst, tag).wait()
 
-    def recv_object(self, src: int, tag: int = 0, *, timeout: float | None = None) -> Any:
-        """Receive a value from rank `src`; `timeout` is as for `send`."""
-        return _within(self.irecv_object(src, tag), timeout)
+    def recv_object(self, src: int, tag: int = 0) -> Any:
+        """Receive a value from rank `src`."""
+        return self.irecv_object(src, tag).result()
 
     def isend_tensor_dict(
         self,
@@ -205,8 +196,14 @@ class Communicator:
         all_gather_group: Communicator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
         tag: int = 0,
+        *,
+        into: Mapping[str, Tensor] | None = None,
     ) -> Handle[dict[str, Any]]:
         """Post a receive of a tensor dict from `src`; ``result()`` returns it.  Never blocks.
+
+        Tensors whose keys `into` has are received into those, as by `irecv`: static
+        memory for graphs, say.  A message that has no such tensor, or one that does not
+        fit, fails this receive before anything is received, and is left to the next.
 
         `all_gather_group` is the communicator of the ranks that receive the other
         parts, as many as the sender's group has; see `GatherHandle` for what they
@@ -219,7 +216,15 @@ class Communicator:
         kind = Kind.TENSOR_DICT
         operation = self._posting.operation("irecv_tensor_dict", src, "recv", kind, tag)
         if group is None:
-            return self._posting.receive_claim(WholeDictClaim(operation))
+            targets = None if into is None else self._posting.targets(into, operation)
+            return self._posting.receive_claim(WholeDictClaim(operation, targets))
+        if into is not None:
+            raise CommError(
+                ErrorKind.CONFIG,
+                operation.describe(),
+                "slices are gathered into new memory, into is for whole tensors",
+                "Pass into or all_gather_group",
+            )
         device = self._connection.device
         return GatherHandle(
             self._posting.receive_claim(MessageClaim(operation, kind)),
@@ -237,12 +242,9 @@ class Communicator:
         all_gather_group: Communicator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
         tag: int = 0,
-        *,
-        timeout: float | None = None,
     ) -> None:
         """Send a tensor dict and wait until its tensors may be overwritten."""
-        handle = self.isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors, tag)
-        _within(handle, timeout)
+        self.isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors, tag).wait()
 
     def recv_tensor_dict(
         self,
@@ -251,11 +253,11 @@ class Communicator:
         all_gather_tensors: Mapping[str, bool] | None = None,
         tag: int = 0,
         *,
-        timeout: float | None = None,
+        into: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Any]:
         """Receive a tensor dict from rank `src`."""
-        handle = self.irecv_tensor_dict(src, all_gather_group, all_gather_tensors, tag)
-        return _within(handle, timeout)
+        handle = self.irecv_tensor_dict(src, all_gather_group, all_gather_tensors, tag, into=into)
+        return handle.result()
 
     # Broadcasts
 
@@ -463,13 +465,3 @@ class Communicator:
     @property
     def _exchange(self) -> Exchange:
         return self._session.exchange(self._channel, self._posting)
-
-
-def _within(handle: Handle[T], timeout: float | None) -> T:
-    """The result of `handle`; a receive that is too late is withdrawn."""
-    try:
-        return handle.result(timeout)
-    except CommTimeout as error:
-        if not handle.cancel():
-            error.handle = handle
-        raise

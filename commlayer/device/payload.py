@@ -246,7 +246,7 @@ class ReceivePayload:
             operation,
             buffers,
             lambda: self._build(claim, incoming),
-            kernels=claim.copies and incoming.tensors[0] is not None,
+            kernels=claim.copies and any(tensor is not None for tensor in incoming.tensors),
         )
 
     def _receive_at_most(self, claim: Claim | None, incoming: Incoming) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from commlayer.errors import CommError, ErrorKind
+from commlayer.lanes.targets import Target
 from commlayer.progress.operation import Operation
-from commlayer.wire.frame import Kind, Placement
+from commlayer.wire.frame import Kind
 from commlayer.wire.reader import Incoming
-from commlayer.wire.tensors import as_bytes, has_memory, is_lazy_view, meta_of, plain_alias
 
 _CALLS = {
     Kind.TENSOR: "a tensor",
@@ -25,78 +23,96 @@ _CALLS = {
 class MessageClaim:
     """Asks a lane for the next message, which must be of one kind and of one collective step.
 
-    With `target` (a dense tensor) the message must be a tensor of its dtype and
-    number of elements, and is received into it; without, into new memory.  A
-    `target` on a device comes with the device's `copy`.  `at_most` is the size in
-    bytes that the sender must have declared for the tensor, too.
+    With `target` the message must be a tensor that fits it, and is received into it;
+    without, into new memory.  `into` has the same for tensors of a dict, by key.
+    `at_most` is the size in bytes that the sender must have declared for the tensor, too.
     """
 
-    __slots__ = (
-        "_by_bytes",
-        "_copy",
-        "_kind",
-        "_result",
-        "_step",
-        "_target",
-        "at_most",
-        "operation",
-    )
+    __slots__ = ("_into", "_kind", "_step", "_target", "at_most", "operation")
 
     def __init__(
         self,
         operation: Operation,
         kind: Kind,
         step: int = -1,
-        target: Tensor | None = None,
-        copy: Callable[[Tensor, Tensor], object] | None = None,
+        target: Target | None = None,
         at_most: int = -1,
+        into: Mapping[str, Target] | None = None,
     ) -> None:
         self.operation = operation
         self.at_most = at_most
         self._kind = kind
         self._step = step
-        self._result = target
-        self._target = into = None if target is None else plain_alias(target).detach()
-        self._by_bytes = into is not None and into.is_contiguous() and not is_lazy_view(into)
-        self._copy = copy
+        self._target = target
+        self._into = into or {}
 
     @property
     def copies(self) -> bool:
-        return self._target is not None
+        return self._target is not None or bool(self._into)
+
+    def leaves(self, incoming: Incoming) -> bool:
+        # A broadcast has its step: what is left there fits no later call.
+        return self._step == -1 and self._other(incoming) is None and bool(self._misfit(incoming))
 
     def refusal(self, incoming: Incoming) -> CommError | None:
+        other = self._other(incoming)
+        if other is not None:
+            return self._mismatch(other)
+        misfit = self._misfit(incoming)
+        if misfit and self._step == -1:
+            return CommError(
+                ErrorKind.PROTOCOL,
+                self.operation.describe(),
+                misfit,
+                "Receive into memory that fits, or into new memory: the message is kept for the "
+                "next receive",
+            )
+        if misfit:
+            return self._mismatch(misfit)
+        return self._lost() if any(target.lost for target in self._targets()) else None
+
+    def _targets(self) -> Iterable[Target]:
+        return self._into.values() if self._target is None else (self._target,)
+
+    def _other(self, incoming: Incoming) -> str | None:
+        """Why `incoming` is another message than was asked for."""
         if incoming.kind is not self._kind:
             what = _CALLS.get(incoming.kind, "a message of the library's own")
-            return self._mismatch(f"the peer sent {what}, this rank receives {_CALLS[self._kind]}")
+            return f"the peer sent {what}, this rank receives {_CALLS[self._kind]}"
         if incoming.step != self._step:
             theirs, ours = _broadcast(incoming.step), _broadcast(self._step)
             if incoming.step >= 0:
                 ours = ours.removeprefix("broadcast ")
-            return self._mismatch(f"the peer is at {theirs} of this channel, this rank at {ours}")
+            return f"the peer is at {theirs} of this channel, this rank at {ours}"
         if incoming.body.at_most != self.at_most:
-            return self._mismatch(
+            return (
                 f"the peer declared {_size(incoming.body.at_most)}, this rank {_size(self.at_most)}"
             )
         size = incoming.schema.nbytes
         if size > self.at_most >= 0:
-            return self._mismatch(f"the peer sent {size} bytes and declared {self.at_most}")
-        if self._target is not None:
-            sent, mine = incoming.body.tensors[0], meta_of(self._target)
-            if sent.dtype != mine.dtype or sent.nbytes != mine.nbytes:
-                return self._mismatch(
-                    f"the peer sent {sent.dtype} of shape {list(sent.shape)}, this rank's tensor "
-                    f"is {mine.dtype} of shape {list(mine.shape)}"
-                )
-            place = incoming.body.placements[0]
-            if place and (place >= Placement.DEVICE) is not (self._copy is not None):
-                where = ("host", "device") if self._copy is not None else ("device", "host")
-                return self._mismatch(
-                    f"the peer sent a tensor in {where[0]} memory, this rank's is in "
-                    f"{where[1]} memory"
-                )
-            if not has_memory(self._target):
-                return self._lost()
+            return f"the peer sent {size} bytes and declared {self.at_most}"
         return None
+
+    def _misfit(self, incoming: Incoming) -> str:
+        """Why `incoming` does not fit the caller's memory; empty if it does."""
+        body = incoming.body
+        if self._target is not None:
+            return self._target.misfit(body.tensors[0], body.placements[0])
+        places = self._places(incoming)
+        if places is None:
+            return ""
+        for key, target in self._into.items():
+            index = places.get(key)
+            if index is None:
+                return f"the peer sent no tensor {key!r}"
+            misfit = target.misfit(body.tensors[index], body.placements[index])
+            if misfit:
+                return f"{key!r}: {misfit}"
+        return ""
+
+    @staticmethod
+    def _places(incoming: Incoming) -> dict[str, int] | None:
+        return {} if incoming.parsed is None else incoming.parsed.places()
 
     def _lost(self) -> CommError:
         return CommError(
@@ -118,30 +134,40 @@ class MessageClaim:
         )
 
     def buffer(self, incoming: Incoming, index: int) -> Tensor | None:
-        return as_bytes(self._target) if self._target is not None and self._by_bytes else None
+        target = self._target
+        if self._into:
+            places = self._places(incoming) or {}
+            target = next((t for key, t in self._into.items() if places[key] == index), None)
+        return None if target is None else target.buffer(incoming.body.tensors[index])
 
     def value(self, incoming: Incoming) -> Any:
-        if incoming.parsed is not None:
-            return incoming.parsed.build(
-                [t for t in incoming.tensors if t is not None], self.operation
-            )
-        tensor = incoming.tensors[0]
-        if self._target is None:
-            return tensor
         # Once more, because payload may have been long under way.
-        if not has_memory(self._target):
+        if any(target.lost for target in self._targets()):
             raise self._lost()
-        if tensor is not None and tensor.numel():
-            copy = self._copy or Tensor.copy_
-            with torch.inference_mode():
-                if self._by_bytes:  # torch 2.8 cannot copy every dtype
-                    copy(as_bytes(self._target), as_bytes(tensor))
-                else:
-                    copy(self._target, tensor.view(self._target.shape))
-        if not self._target.is_inference():
-            # As an in-place operation does, so that autograd refuses a value it saved before.
-            increment_version(self._target)
-        return self._result
+        if self._target is not None:
+            return self._target.write(incoming.tensors[0], incoming.body.tensors[0])
+        if incoming.parsed is None:
+            return incoming.tensors[0]
+        tensors = list(incoming.tensors)
+        written = self._write(incoming, tensors)
+        value = incoming.parsed.build([t for t in tensors if t is not None], self.operation)
+        if written:
+            value.update(written)
+        return value
+
+    def _write(self, incoming: Incoming, tensors: list[Tensor | None]) -> dict[str, Tensor]:
+        """What is in the caller's memory, by key; and for each of `tensors` where it is."""
+        places = self._places(incoming) if self._into else None
+        if places is None:
+            return {}
+        written = {}
+        for key, target in self._into.items():
+            index = places[key]
+            # One that was sent once and is wanted twice is copied from where it is.
+            written[key] = tensors[index] = target.write(
+                tensors[index], incoming.body.tensors[index]
+            )
+        return written
 
 
 def _size(at_most: int) -> str:

@@ -243,6 +243,9 @@ class _ControlClaim:
         self._lane = lane
         self.operation: Operation = peer.internal_operation("control receive", lane.key)
 
+    def leaves(self, incoming: Incoming) -> bool:
+        return False
+
     def refusal(self, incoming: Incoming) -> None:
         return None
 

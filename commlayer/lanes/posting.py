@@ -8,8 +8,7 @@ then the ledger admits it, which may wait for room; and only then is anything po
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from commlayer.handle import AllOf, Handle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.connection import Connection
 from commlayer.lanes.encode import Encoder
+from commlayer.lanes.targets import Target
 from commlayer.progress.completion import Waiting
 from commlayer.progress.lifetime import Fingerprint
 from commlayer.progress.operation import DevicePart, LaneKey, Operation, calling_site
@@ -120,13 +120,12 @@ class Posting:
         except CommError as error:
             raise error.concerning(operation) from error.__cause__
         self._ledger.admit(operation)
-        handle = self._handle(operation) if operation.step >= 0 else self._held(operation)
         try:
             lane.claim(claim)
         except CommError:
             self._ledger.remove(operation)
             raise
-        return handle
+        return self._handle(operation)
 
     def operation(
         self, call: str, peer: int, direction: str, kind: Kind, tag: int | str
@@ -192,12 +191,39 @@ class Posting:
         at_most: int = -1,
         step: int = -1,
     ) -> MessageClaim:
+        into = None if target is None else self._target(operation, target)
+        return MessageClaim(operation, kind, step, into, at_most)
+
+    def _target(self, operation: Operation, tensor: Tensor) -> Target:
+        """`tensor`, which was checked, to be received into after what this thread has queued."""
         side = self._device
-        if target is None or side is None or not side.device.holds(target):
-            return MessageClaim(operation, kind, step, target, None, at_most)
+        if side is None or not side.device.holds(tensor):
+            return Target(tensor, None)
         assert operation.device is not None
         operation.device.after = side.here()
-        return MessageClaim(operation, kind, step, target, side.device.copy, at_most)
+        return Target(tensor, side.device.copy)
+
+    def targets(self, into: Mapping[str, Tensor], operation: Operation) -> dict[str, Target]:
+        """What to receive tensors of a dict into, by key; raises `CommError` for what cannot be."""
+        if not isinstance(into, Mapping) or not all(type(key) is str for key in into):
+            raise ConfigError(
+                operation.describe(),
+                "into is a mapping of the dict's keys to tensors",
+                "Pass {key: tensor}",
+            )
+        targets, taken = {}, set()
+        for key, tensor in into.items():
+            self._memory.check_target(tensor, operation)
+            place = tensor.device, tensor.data_ptr()
+            if tensor.numel() and place in taken:
+                raise ConfigError(
+                    operation.describe(),
+                    f"{key!r} is to be received where another tensor is",
+                    "Give each tensor memory of its own",
+                )
+            taken.add(place)
+            targets[key] = self._target(operation, tensor)
+        return targets
 
     def _admit(self, operation: Operation, outgoing: Outgoing) -> None:
         operation.nbytes = outgoing.nbytes
@@ -207,12 +233,6 @@ class Posting:
 
     def _handle(self, operation: Operation) -> Handle:
         return Handle(operation, self._completion)
-
-    def _held(self, operation: Operation) -> Handle:
-        """The handle of a receive, which the ledger can see to be dropped."""
-        handle = Handle[Any](operation, self._completion)
-        operation.holder = weakref.ref(handle)
-        return handle
 
     # Broadcasts
 

@@ -101,10 +101,7 @@ class RecvLane:
         )
         device = context.device
         self._reader = HeaderReader(
-            context.config,
-            self._where,
-            self._prefetch.slots,
-            None if device is None else device.device.empty,
+            context.config, self._where, self._prefetch.slots, device is not None
         )
         self._device_payload = (
             None
@@ -144,23 +141,6 @@ class RecvLane:
         """Whether somebody has asked for what comes next, or the lane is to end."""
         return bool(self._claims) or self._current is not None or self._discarding or self._closing
 
-    def withdraw(self, operation: Operation) -> bool:
-        """Take back the receive of `operation`, unless a message was matched to it."""
-        with self._lock:
-            claim = next((c for c in self._claims if c.operation is operation), None)
-            if claim is None:
-                return False
-            self._claims.remove(claim)
-        return self._context.ledger.fail(
-            operation,
-            CommError(
-                ErrorKind.CANCELLED,
-                operation,
-                "it was withdrawn before a message came",
-                "The next receive gets the message",
-            ),
-        )
-
     def notice(self, sequence: int) -> None:
         """Nothing: what was claimed is received as soon as it comes."""
 
@@ -172,6 +152,7 @@ class RecvLane:
     def claim(self, claim: Claim) -> None:
         """Ask for the next message; the operation settles when it is here or cannot come."""
         incoming: Incoming | None = None
+        left: Incoming | None = None
         error: CommError | None = None
         # Before the claim counts: without a driver nothing would ever be received for it.
         self._context.progress.start(self)
@@ -179,7 +160,9 @@ class RecvLane:
         if self._device_payload is not None and claim.at_most > 0 and self._error is None:
             self._device_payload.post_ahead(claim.at_most)
         with self._lock:
-            if self._arrived:
+            if self._arrived and claim.leaves(self._arrived[0]):
+                left = self._arrived[0]
+            elif self._arrived:
                 incoming = self._arrived.popleft()
                 self._taken += 1
                 if self._device_payload is not None:
@@ -190,7 +173,9 @@ class RecvLane:
                 error = self._error.again()
             else:
                 self._claims.append(claim)
-        if incoming is not None:
+        if left is not None:
+            self._match(claim, left)
+        elif incoming is not None:
             self._settle(claim, incoming)
         elif error is not None:
             self._context.ledger.fail(claim.operation, error)
@@ -218,7 +203,7 @@ class RecvLane:
                     return
                 claim = None
                 if incoming.schema.payload:
-                    claim = yield from self._next_claim()
+                    claim = yield from self._next_claim(incoming)
                     accepts = claim is not None and self._match(claim, incoming)
                     yield from self._payload.receive(incoming, claim if accepts else None)
                 self._hand_over(incoming, claim)
@@ -295,31 +280,41 @@ class RecvLane:
                 self._wake.clear()
             yield Wait(self._wake)
 
-    def _next_claim(self) -> Generator[Wait, None, Claim | None]:
-        """Wait for a claim; ``None`` when messages are thrown away."""
+    def _next_claim(self, incoming: Incoming) -> Generator[Wait, None, Claim | None]:
+        """Wait for a claim that does not leave `incoming`; ``None`` if messages are thrown away."""
         while True:
             with self._lock:
-                if self._claims:
-                    self._current = self._claims.popleft()
-                    return self._current
-                if self._discarding:
-                    return None
-                self._wake.clear()
-            yield Wait(self._wake)
+                self._current = claim = self._claims.popleft() if self._claims else None
+                if claim is None:
+                    if self._discarding:
+                        return None
+                    self._wake.clear()
+            if claim is None:
+                yield Wait(self._wake)
+            elif claim.leaves(incoming):
+                self._match(claim, incoming)
+            else:
+                return claim
 
     def _hand_over(self, incoming: Incoming, claim: Claim | None = None) -> None:
+        leaving: list[Claim] = []
         with self._lock:
             self._current = None
-            if claim is None and not self._discarding:
-                if not self._claims:
+            if not self._discarding:
+                while claim is None and self._claims:
+                    claim = self._claims.popleft()
+                    if claim.leaves(incoming):
+                        leaving.append(claim)
+                        claim = None
+                if claim is None:
                     self._arrived.append(incoming)
-                    return
-                claim = self._claims.popleft()
-            if claim is not None:
-                self._taken += 1
-            if self._device_payload is not None and self._device_payload.defer(claim, incoming):
-                return
-        if claim is not None:
+            here = claim is not None or self._discarding
+            self._taken += claim is not None
+            if here and self._device_payload is not None:
+                here = not self._device_payload.defer(claim, incoming)
+        for refused in leaving:
+            self._match(refused, incoming)
+        if here and claim is not None:
             self._settle(claim, incoming)
 
     def _settle(self, claim: Claim, incoming: Incoming) -> None:

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
+from commlayer.lanes.targets import Target
 from commlayer.wire.integers import integer
+from commlayer.wire.tensors import in_memory, meta_of, overlaps
 
 
 class Broadcasts(Protocol):
@@ -35,6 +37,10 @@ class Broadcasts(Protocol):
 
 class _Raise(Enum):
     RAISE = "raise"
+
+
+class _Posted(Enum):
+    INTO = "as posted"
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class _PostedSlot:
 
     step: int
     agreed: tuple[int, ...]
+    into: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -152,10 +159,14 @@ class DeferredBroadcast:
         step: int,
         tensor: Tensor | None = None,
         *,
+        into: Tensor | None = None,
         agreed: Sequence[int] = (),
         timeout: float | None = None,
     ) -> None:
         """Broadcast `tensor` of the source as the result of `step`; others pass ``None``.
+
+        On the others `into` is memory that `take` puts the result into, such as that of a
+        graph: of its dtype, and as many elements or fewer.
 
         `step` must grow.  `agreed` is what all ranks know about it and must know
         alike: a rank that differs raises at `take`.  `timeout` limits draining
@@ -168,6 +179,10 @@ class DeferredBroadcast:
                 "the source posts a tensor and no other rank does",
                 f"Pass a tensor on rank {self.src} only",
             )
+        if is_source and into is not None:
+            raise self._misuse(
+                step, "the source has its tensor and receives nothing", "Pass into on other ranks"
+            )
         step = self._begin(step, timeout)
         agreed = tuple(agreed)
         if tensor is not None:
@@ -177,7 +192,7 @@ class DeferredBroadcast:
             self._message = _SlotMessage(step, self.name, tensor, agreed)
         elif self._message is None:
             self._arriving = self._arriving or self._broadcast(None)
-        self._slot = _PostedSlot(step, agreed)
+        self._slot = _PostedSlot(step, agreed, into)
         self._last = step
 
     def skip(self, step: int, *, timeout: float | None = None) -> None:
@@ -186,12 +201,23 @@ class DeferredBroadcast:
         self._slot = _Skipped(step)
         self._last = step
 
-    def take(self, timeout: float | None = None, *, skipped: Any = _Raise.RAISE) -> Any:
+    def take(
+        self,
+        timeout: float | None = None,
+        *,
+        skipped: Any = _Raise.RAISE,
+        into: Tensor | Literal[_Posted.INTO] | None = _Posted.INTO,
+    ) -> Any:
         """The tensor of the step that was posted; waits until it is here.
 
         On the source it is the tensor that was posted, at once.  `skipped` is
         what a skipped step gives; without it, taking one raises.  `CommTimeout`
         changes nothing: take again.  Any other error ends the step.
+
+        `into` is the memory that it is put into, in place of the one that was posted;
+        ``None`` for new memory.  The result is that tensor, or a view of its first
+        elements where fewer were sent.  What does not fit raises PROTOCOL and stays
+        here: take it again into other memory.
         """
         self._check_open(self._last)
         slot = self._slot
@@ -208,16 +234,36 @@ class DeferredBroadcast:
                 "Do not take it, or pass skipped=... to say what it gives",
             )
         try:
-            tensor = self._matched(slot, timeout)
+            message = self._matched(slot, timeout)
         except CommTimeout:
             raise
         except CommError:
             self._slot = None
             self._ended.add(slot.step)
             raise
+        into = slot.into if into is _Posted.INTO else into
+        tensor = message.tensor
+        if into is not None and self._comm.rank != self.src:
+            # Until it has a place, it is what the next take finds.
+            self._message = message
+            tensor = self._put(tensor, into)
+            self._message = None
         self._slot = None
         self._ended.clear()
         return tensor
+
+    def _put(self, tensor: Tensor, into: Tensor) -> Tensor:
+        where = self._operation(self._last)
+        in_memory(into, where)
+        target, sent = Target(into, None), meta_of(tensor)
+        cause = target.misfit(sent, 0)
+        if overlaps(into):
+            cause = "a tensor with several elements in one place cannot be received into"
+        if cause:
+            raise CommError(
+                ErrorKind.PROTOCOL, where, cause, "Take it into memory that fits, or into None"
+            )
+        return target.write(tensor, sent)
 
     def close(self) -> int | None:
         """Refuse all later calls; never waits.
@@ -259,8 +305,8 @@ class DeferredBroadcast:
         self.take(timeout)
         return number
 
-    def _matched(self, slot: _PostedSlot, timeout: float | None) -> Tensor:
-        """The tensor of the step of `slot`, from the source's next message or a later one."""
+    def _matched(self, slot: _PostedSlot, timeout: float | None) -> _SlotMessage:
+        """The message of the step of `slot`, from the source's next message or a later one."""
         while True:
             message = self._message or self._received(slot.step, timeout)
             if message.step > slot.step:
@@ -283,7 +329,7 @@ class DeferredBroadcast:
                 f"rank {self.src} posted it for {list(message.agreed)}, rank {self._comm.rank} "
                 f"for {list(slot.agreed)}",
             )
-        return message.tensor
+        return message
 
     def _received(self, step: int, timeout: float | None) -> _SlotMessage:
         """The source's next message.  A `CommTimeout` leaves its receive posted."""

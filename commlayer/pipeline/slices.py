@@ -19,6 +19,7 @@ from torch import Tensor
 from commlayer.config import CommConfig
 from commlayer.errors import About, CommError, ErrorKind
 from commlayer.lanes.claims import MessageClaim
+from commlayer.lanes.targets import Target
 from commlayer.pipeline.exchange import Group
 from commlayer.wire.frame import Kind, protocol_error
 from commlayer.wire.reader import Incoming
@@ -132,8 +133,8 @@ class WholeDictClaim(MessageClaim):
 
     __slots__ = ()
 
-    def __init__(self, operation: Operation) -> None:
-        super().__init__(operation, Kind.TENSOR_DICT)
+    def __init__(self, operation: Operation, into: Mapping[str, Target] | None = None) -> None:
+        super().__init__(operation, Kind.TENSOR_DICT, into=into)
 
     def value(self, incoming: Incoming) -> Any:
         value = super().value(incoming)

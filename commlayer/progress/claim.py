@@ -27,6 +27,10 @@ class Claim(Protocol):
         """Whether `value` copies a tensor of the message into memory of the caller's."""
         ...
 
+    def leaves(self, incoming: Incoming) -> bool:
+        """Whether it refuses `incoming` and leaves it to the next claim."""
+        ...
+
     def refusal(self, incoming: Incoming) -> CommError | None:
         """Why `incoming` is not what was asked for, or ``None``."""
         ...

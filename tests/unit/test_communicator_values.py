@@ -174,11 +174,9 @@ def test_small_dicts(value: Any, pair: list[Communicator]) -> None:
 
 MISFITS = {
     "too short": lambda: torch.zeros(2),
-    "too long": lambda: torch.zeros(4),
     "empty": lambda: torch.zeros(0),
     "another dtype": lambda: torch.zeros(3, dtype=torch.int32),
     "the bytes in another dtype": lambda: torch.zeros(12, dtype=torch.uint8),
-    "a strided one": lambda: torch.zeros(8)[::2],
 }
 
 
@@ -202,6 +200,9 @@ def test_a_message_that_does_not_fit_fails_its_receive_only(
     assert caught.value.kind is ErrorKind.PROTOCOL
     assert "rank 0" in caught.value.operation
     assert torch.equal(target, torch.full_like(target, 7))
+    if call == "irecv":  # the message was left to the next
+        assert torch.equal(following.result(30), torch.ones(3 * scale))
+        following = b.irecv(None, 0)
     assert torch.equal(following.result(30), torch.full((3 * scale,), 2.0))
     a.drain(30)
 

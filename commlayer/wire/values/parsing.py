@@ -54,6 +54,17 @@ class Parsed:
         assert failure is not None
         raise failure.error(operation) from failure.__cause__
 
+    def places(self) -> dict[str, int] | None:
+        """Of a dict, which tensor each key holds; ``None`` where the value cannot be made."""
+        if self._failure is not None:
+            return None
+        root = self._root
+        if type(root) is not _Deferred or not root.is_dict():
+            return {}
+        keys = root.make.args[0]  # type: ignore[attr-defined]
+        pairs = zip(keys, root.items, strict=True)
+        return {key: item.index for key, item in pairs if type(item) is _Hole}
+
 
 def parse(
     data: bytes | memoryview, tensor_count: int, limits: CommConfig, operation: About
@@ -140,6 +151,9 @@ class _Deferred:
     def __init__(self, make: Callable[[Sequence[Any]], Any], items: Sequence[Any]) -> None:
         self.make = make
         self.items = items
+
+    def is_dict(self) -> bool:
+        return type(self.make) is partial and self.make.func is _make_dict
 
     def is_flat_dict(self) -> bool:
         return (
