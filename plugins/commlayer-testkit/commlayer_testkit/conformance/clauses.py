@@ -76,7 +76,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "dicts": "Tensor dicts and objects arrive equal, with the order of keys.",
         "broadcast": "Every rank gets each broadcast, with the width that the sender gave it.",
         "size-mismatch": "A message that does not fit its receive fails that receive (PROTOCOL) "
-        "and no other.",
+        "and no other: it is left to the next.",
         "late-peer": "A message waits for a peer that posts late, and for one that is slow.",
         "unexpected": "Messages that arrive before anybody asks are handed out in order.",
     },

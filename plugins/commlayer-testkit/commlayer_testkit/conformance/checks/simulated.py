@@ -368,7 +368,7 @@ def broadcast(lab: Lab) -> None:
 
 @rule(Level.L1, "size-mismatch")
 def size_mismatch(lab: Lab) -> None:
-    """A message of 64 bytes meets a receive of 16; the next message arrives."""
+    """A message of 64 bytes meets a receive of 16; the next receive gets it, then the next one."""
 
     def body(stage: Stage, rank: Rank) -> None:
         comm = stage.connect(rank, inline_bytes=0)
@@ -378,8 +378,9 @@ def size_mismatch(lab: Lab) -> None:
             comm.drain()
         else:
             wrong = comm.irecv(stage.target(rank), 0)
-            right = comm.irecv(stage.target(rank), 0)
+            left, right = comm.irecv(None, 0), comm.irecv(stage.target(rank), 0)
             expect_error(ErrorKind.PROTOCOL, wrong.synchronize)
+            stage.expect(rank, left.result(), 1)
             stage.expect(rank, right.result(), 2)
 
     lab.explore(body)

@@ -229,18 +229,27 @@ def core_device_strided(rank: Rank, quiet: Quiet) -> None:
 @scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_refused(rank: Rank, quiet: Quiet) -> None:
-    """Messages that do not fit their receive fail it alone; their device payload is discarded."""
+    """Messages that do not fit their receive fail it alone.
+
+    Those of another kind are lost, and their device payload is discarded; those that are
+    too large for the caller's memory, or elsewhere, are left to the next receive.
+    """
     comm, arena = quiet.connect(rank), rank.arena
     if rank.index == 0:
-        for value in (1, 2, 3, 4):
-            comm.isend(filled(3) if value == 3 else arena.full(value, NBYTES), 1)
+        comm.isend_object([arena.full(1, NBYTES)], 1)
+        comm.isend_tensor_dict({"x": arena.full(2, NBYTES)}, 1)
+        comm.isend_object([arena.full(3, NBYTES)], 1)
+        for value in (4, 5):
+            comm.isend(arena.full(value, NBYTES), 1)
         return
-    handles = [comm.irecv(arena.empty(8), 0), comm.irecv(blank(NBYTES), 0)]
-    handles.append(comm.irecv(arena.empty(8), 0))
+    handles: list[Any] = [comm.irecv_tensor_dict(0), comm.irecv_object(0)]
+    handles += [comm.irecv(arena.empty(8), 0), comm.irecv(blank(NBYTES), 0)]
     for handle in handles:
         error = error_of(handle)
         assert error.kind is ErrorKind.PROTOCOL, error
+    use(rank, comm.recv_object(0)[0], 3)
     use(rank, comm.recv(None, 0), 4)
+    use(rank, comm.recv(None, 0), 5)
 
 
 # -- streams, lanes, channels --------------------------------------------------------------
