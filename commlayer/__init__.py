@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from commlayer.communicator import Communicator
     from commlayer.config import CommConfig
     from commlayer.errors import (
+        Cancelled,
         Closed,
         CommError,
         CommTimeout,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
         ProtocolError,
         UnsupportedError,
     )
-    from commlayer.handle import Handle
+    from commlayer.handle import Handle, wait_all, wait_any
     from commlayer.hooks import hookimpl
     from commlayer.progress.reaping import ReapingPolicy
     from commlayer.progress.retention import RetentionPolicy
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from commlayer.wire.values import register
 
 __all__ = [
+    "Cancelled",
     "Closed",
     "CommConfig",
     "CommError",
@@ -54,9 +56,12 @@ __all__ = [
     "connect",
     "hookimpl",
     "register",
+    "wait_all",
+    "wait_any",
 ]
 
 _MODULES = {
+    "Cancelled": "commlayer.errors",
     "Closed": "commlayer.errors",
     "CommConfig": "commlayer.config",
     "CommError": "commlayer.errors",
@@ -79,6 +84,8 @@ _MODULES = {
     "connect": "commlayer.bootstrap.connector",
     "hookimpl": "commlayer.hooks",
     "register": "commlayer.wire.values",
+    "wait_all": "commlayer.handle",
+    "wait_any": "commlayer.handle",
 }
 
 

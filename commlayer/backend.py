@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from commlayer.semantics import Semantics
@@ -89,10 +90,15 @@ class World:
         """A client of the store for one user alone: torch's serialise what they are asked.
 
         A key that one communicator waits for on a shared client would hold up all
-        others, whose keys may have to come first.
+        others, whose keys may have to come first.  It waits for a key as long as
+        connecting may take.
         """
-        client: Store = own_client(self.store)
-        return client
+        client: Any = own_client(self.store)
+        if client is not self.store and hasattr(client, "set_timeout"):
+            # A clone has the limit of the store, which may be that of one try to reach it: a
+            # peer that makes other communicators first would seem to be lost.
+            client.set_timeout(timedelta(seconds=self.connect_timeout))
+        return client  # type: ignore[no-any-return]
 
 
 def own_client(store: Any) -> Any:

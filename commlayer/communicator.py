@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from commlayer.config import CommConfig
-from commlayer.errors import CommError, ErrorKind, in_a_line
+from commlayer.errors import CommError, CommTimeout, ErrorKind, in_a_line
 from commlayer.handle import Handle
 from commlayer.lanes.claims import MessageClaim
 from commlayer.lanes.encode import as_dict
@@ -26,6 +26,8 @@ from commlayer.semantics import Semantics
 from commlayer.session import Session
 from commlayer.wire.frame import Kind
 from commlayer.wire.modes import outside_modes, uncompiled
+
+T = TypeVar("T")
 
 
 @uncompiled
@@ -127,13 +129,20 @@ class Communicator:
         """
         return self._posting.receive("irecv", Kind.TENSOR, src, tag, tensor)
 
-    def send(self, tensor: Tensor, dst: int, tag: int = 0) -> None:
-        """Send `tensor` and wait until it may be overwritten."""
-        self.isend(tensor, dst, tag).wait()
+    def send(self, tensor: Tensor, dst: int, tag: int = 0, *, timeout: float | None = None) -> None:
+        """Send `tensor` and wait until it may be overwritten.
 
-    def recv(self, tensor: Tensor | None, src: int, tag: int = 0) -> Tensor:
+        Every blocking call takes a `timeout` in seconds.  One that expires raises
+        `CommTimeout` and loses nothing: a receive is withdrawn, so that the next one gets
+        the message; what cannot be withdrawn goes on, and is the error's `handle`.
+        """
+        _within(self.isend(tensor, dst, tag), timeout)
+
+    def recv(
+        self, tensor: Tensor | None, src: int, tag: int = 0, *, timeout: float | None = None
+    ) -> Tensor:
         """Receive into `tensor` (or new memory for ``None``) and return it."""
-        return self.irecv(tensor, src, tag).result()
+        return _within(self.irecv(tensor, src, tag), timeout)
 
     # Objects and tensor dicts
 
@@ -152,13 +161,15 @@ class Communicator:
         """Post a receive of a value from rank `src`; ``result()`` returns it.  Never blocks."""
         return self._posting.receive("irecv_object", Kind.OBJECT, src, tag)
 
-    def send_object(self, obj: Any, dst: int, tag: int = 0) -> None:
-        """Send a value and wait until it may be changed."""
-        self.isend_object(obj, dst, tag).wait()
+    def send_object(
+        self, obj: Any, dst: int, tag: int = 0, *, timeout: float | None = None
+    ) -> None:
+        """Send a value and wait until it may be changed; `timeout` is as for `send`."""
+        _within(self.isend_object(obj, dst, tag), timeout)
 
-    def recv_object(self, src: int, tag: int = 0) -> Any:
-        """Receive a value from rank `src`."""
-        return self.irecv_object(src, tag).result()
+    def recv_object(self, src: int, tag: int = 0, *, timeout: float | None = None) -> Any:
+        """Receive a value from rank `src`; `timeout` is as for `send`."""
+        return _within(self.irecv_object(src, tag), timeout)
 
     def isend_tensor_dict(
         self,
@@ -242,9 +253,12 @@ class Communicator:
         all_gather_group: Communicator | None = None,
         all_gather_tensors: Mapping[str, bool] | None = None,
         tag: int = 0,
+        *,
+        timeout: float | None = None,
     ) -> None:
         """Send a tensor dict and wait until its tensors may be overwritten."""
-        self.isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors, tag).wait()
+        handle = self.isend_tensor_dict(tensor_dict, dst, all_gather_group, all_gather_tensors, tag)
+        _within(handle, timeout)
 
     def recv_tensor_dict(
         self,
@@ -254,10 +268,11 @@ class Communicator:
         tag: int = 0,
         *,
         into: Mapping[str, Tensor] | None = None,
+        timeout: float | None = None,
     ) -> dict[str, Any]:
         """Receive a tensor dict from rank `src`."""
         handle = self.irecv_tensor_dict(src, all_gather_group, all_gather_tensors, tag, into=into)
-        return handle.result()
+        return _within(handle, timeout)
 
     # Broadcasts
 
@@ -465,3 +480,13 @@ class Communicator:
     @property
     def _exchange(self) -> Exchange:
         return self._session.exchange(self._channel, self._posting)
+
+
+def _within(handle: Handle[T], timeout: float | None) -> T:
+    """The result of `handle`; a receive that is too late is withdrawn."""
+    try:
+        return handle.result(timeout)
+    except CommTimeout as error:
+        if not handle.cancel():
+            error.handle = handle
+        raise

@@ -22,6 +22,8 @@ class ErrorKind(str, Enum):
     """The bound on operations or bytes in flight is reached."""
     TIMEOUT = "timeout"
     """A limit expired; the operation goes on and may be waited again."""
+    CANCELLED = "cancelled"
+    """The receive was withdrawn before a message was matched to it."""
     PEER_LOST = "peer_lost"
     """The peer is dead or unreachable."""
     DEVICE = "device"
@@ -240,9 +242,17 @@ class CommTimeout(_OfOneKind, TimeoutError):
     """A limit expired.  Nothing has changed: the operation goes on and can be waited again."""
 
     kind = ErrorKind.TIMEOUT
+    handle: Any = None
+    """The handle to wait for again, where a blocking call has timed out and could not be undone."""
 
     def __new__(cls, *arguments: object) -> CommTimeout:
         return TimeoutError.__new__(cls)  # the one that lays out both bases
+
+
+class Cancelled(_OfOneKind):
+    """The receive was withdrawn by `Handle.cancel`; the message goes to the next receive."""
+
+    kind = ErrorKind.CANCELLED
 
 
 class PeerLost(_OfOneKind):

@@ -65,8 +65,8 @@ _NOT_CONSTRUCTED = {
     "commlayer_testkit.sim.Run",
     "commlayer_testkit.sim.World",
     "commlayer.progress.ledger.Ledger",
-    "commlayer.progress.ledger.OperationView",
-    "commlayer.progress.ledger.Snapshot",
+    "commlayer.progress.snapshot.OperationView",
+    "commlayer.progress.snapshot.Snapshot",
 }
 """Classes whose constructor is not part of the interface."""
 

@@ -31,7 +31,7 @@ os.register_at_fork(after_in_child=_connecting.clear)  # a child has none of tho
 _beats = itertools.count(1)
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class CrossingWait(msgspec.Struct, frozen=True):
     """What a process connects.  `beat` changes while it lives and waits."""
 
     groups: tuple[str, ...]
@@ -39,7 +39,7 @@ class Waiting(msgspec.Struct, frozen=True):
     pid: int
 
 
-_decoder = msgspec.msgpack.Decoder(Waiting)
+_decoder = msgspec.msgpack.Decoder(CrossingWait)
 
 
 class Crossing:
@@ -50,7 +50,7 @@ class Crossing:
         self._rank = world.rank
         self._pid = pid
         self._others = [rank for rank in range(world.size) if rank != world.rank]
-        self._first: dict[int, Waiting] = {}
+        self._first: dict[int, CrossingWait] = {}
         # Half of the limit: another thread of either rank may still be about to connect.
         self._refuse_at = time.monotonic() + world.remaining() / 2
         self._due = time.monotonic() + _EVERY_SECONDS
@@ -79,7 +79,7 @@ class Crossing:
         outer = getattr(store, "underlying_store", store)
         with _guard:
             mine = set(_connecting[self._common])
-        said = Waiting(tuple(sorted(mine)), next(_beats), self._pid)
+        said = CrossingWait(tuple(sorted(mine)), next(_beats), self._pid)
         outer.set(self._key(self._rank), msgspec.msgpack.encode(said))
         for rank in self._others:
             key = self._key(rank)

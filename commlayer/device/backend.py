@@ -98,7 +98,7 @@ class StreamTransport(Transport):
         low, high = sorted((self._world.rank, peer))
         mine = 0 if self._world.rank == low else 1
         group = self._backend.group(
-            f"{self._backend.name}/{name}/{low}-{high}",
+            f"commlayer/{self._backend.name}/{name}/{low}-{high}",
             self._world.client(),
             mine,
             _LONG,

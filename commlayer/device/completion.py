@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.completion import HostCompletion
@@ -41,6 +43,8 @@ class StreamCompletion:
             self._host.wait(operation, 0.0)
         else:
             work.order()
+            # The caller has the result now, before it is complete: he may drop the handle.
+            operation.holder = None
         if part.received:
             stream = side.device.current_stream()
             for tensor in part.received:
@@ -50,6 +54,11 @@ class StreamCompletion:
         if not self._side.wait_for(lambda: operation.settled, timeout, asks=True):
             self._host.expire(operation, timeout)
         self._host.wait(operation, 0.0)
+
+    needs_calls = True  # what a driver finds for the device is posted in calls of the user
+
+    def when_settled(self, operation: Operation, callback: Callable[[], object]) -> None:
+        self._host.when_settled(operation, callback)
 
     def look(self, operation: Operation) -> None:
         self._side.advance()

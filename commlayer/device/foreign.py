@@ -140,6 +140,10 @@ class _Tracking:
         del step
         self._tracker.settle(self, None)
 
+    def withdraw(self, operation: Operation) -> bool:
+        """Nothing: the library did not post it."""
+        return False
+
     def notice(self, sequence: int) -> None:
         """Nothing: its only step is on its way."""
 

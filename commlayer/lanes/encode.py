@@ -14,7 +14,7 @@ from commlayer.device.side import DeviceSide
 from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.operation import Operation
 from commlayer.progress.retention import RetentionPolicy
-from commlayer.wire.frame import Kind, Placement
+from commlayer.wire.frame import APART, Kind, Placement
 from commlayer.wire.message import Layout, Layouts, Outgoing
 from commlayer.wire.tensors import as_bytes, check_size, sendable
 from commlayer.wire.values import pack
@@ -123,7 +123,7 @@ class Encoder:
         reserved = None
         if layout.apart:
             places = layout.placements
-            apart = [place >= Placement.MESSAGE for place in places]
+            apart = [place in APART for place in places]
             kept = iter(
                 self._retain(
                     operation,

@@ -8,6 +8,7 @@ then the ledger admits it, which may wait for room; and only then is anything po
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,12 +121,13 @@ class Posting:
         except CommError as error:
             raise error.concerning(operation) from error.__cause__
         self._ledger.admit(operation)
+        handle = self._handle(operation) if operation.step >= 0 else self._held(operation)
         try:
             lane.claim(claim)
         except CommError:
             self._ledger.remove(operation)
             raise
-        return self._handle(operation)
+        return handle
 
     def operation(
         self, call: str, peer: int, direction: str, kind: Kind, tag: int | str
@@ -233,6 +235,12 @@ class Posting:
 
     def _handle(self, operation: Operation) -> Handle:
         return Handle(operation, self._completion)
+
+    def _held(self, operation: Operation) -> Handle:
+        """The handle of a receive, which the ledger can see to be dropped."""
+        handle = Handle[Any](operation, self._completion)
+        operation.holder = weakref.ref(handle)
+        return handle
 
     # Broadcasts
 

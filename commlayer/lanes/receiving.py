@@ -101,7 +101,10 @@ class RecvLane:
         )
         device = context.device
         self._reader = HeaderReader(
-            context.config, self._where, self._prefetch.slots, device is not None
+            context.config,
+            self._where,
+            self._prefetch.slots,
+            None if device is None else device.device.empty,
         )
         self._device_payload = (
             None
@@ -140,6 +143,23 @@ class RecvLane:
     def wanted(self) -> bool:
         """Whether somebody has asked for what comes next, or the lane is to end."""
         return bool(self._claims) or self._current is not None or self._discarding or self._closing
+
+    def withdraw(self, operation: Operation) -> bool:
+        """Take back the receive of `operation`, unless a message was matched to it."""
+        with self._lock:
+            claim = next((c for c in self._claims if c.operation is operation), None)
+            if claim is None:
+                return False
+            self._claims.remove(claim)
+        return self._context.ledger.fail(
+            operation,
+            CommError(
+                ErrorKind.CANCELLED,
+                operation,
+                "it was withdrawn before a message came",
+                "The next receive gets the message",
+            ),
+        )
 
     def notice(self, sequence: int) -> None:
         """Nothing: what was claimed is received as soon as it comes."""

@@ -219,6 +219,10 @@ class SendLane:
     def _device_failed(self, error: Exception) -> None:
         self._owner.transport_failed(error)
 
+    def withdraw(self, operation: Operation) -> bool:
+        """Nothing: what was posted is on its way."""
+        return False
+
     def notice(self, sequence: int) -> None:
         """Complete number `sequence`, and whatever else is posted by now, as soon as it can be.
 

@@ -39,7 +39,7 @@ class _Raise(Enum):
     RAISE = "raise"
 
 
-class _Posted(Enum):
+class _Target(Enum):
     INTO = "as posted"
 
 
@@ -206,7 +206,7 @@ class DeferredBroadcast:
         timeout: float | None = None,
         *,
         skipped: Any = _Raise.RAISE,
-        into: Tensor | Literal[_Posted.INTO] | None = _Posted.INTO,
+        into: Tensor | Literal[_Target.INTO] | None = _Target.INTO,
     ) -> Any:
         """The tensor of the step that was posted; waits until it is here.
 
@@ -241,7 +241,7 @@ class DeferredBroadcast:
             self._slot = None
             self._ended.add(slot.step)
             raise
-        into = slot.into if into is _Posted.INTO else into
+        into = slot.into if into is _Target.INTO else into
         tensor = message.tensor
         if into is not None and self._comm.rank != self.src:
             # Until it has a place, it is what the next take finds.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from commlayer.device.device import DeviceEvent, DeviceRuntime
 from commlayer.errors import About, CommError, CommTimeout, ErrorKind
-from commlayer.handle import Handle
+from commlayer.handle import Handle, LookedAt
 from commlayer.pipeline.exchange import Group, Missing
 from commlayer.pipeline.slices import Slice
 from commlayer.progress.deadline import Deadline, checked_timeout
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @uncompiled
-class GatherHandle(Handle[dict[str, Any]]):
+class GatherHandle(LookedAt[dict[str, Any]]):
     """The handle of a received tensor dict whose slices are gathered when it is waited.
 
     The contract is that of `commlayer.Handle`, and in addition: every rank of
@@ -94,7 +94,7 @@ class GatherHandle(Handle[dict[str, Any]]):
             self._exchange.runtime.sleep(self.PAUSE)
 
     @outside_modes
-    def is_completed(self) -> bool:
+    def _look(self) -> bool:
         if not self._done:
             try:
                 if not self._post_in_line(self._deadline(None), ready_only=True):

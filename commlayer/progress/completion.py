@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn, Protocol
 
 from commlayer.errors import CommTimeout
@@ -26,6 +27,15 @@ class Waiting(Protocol):
         """Do what can be done without blocking for `operation` to be noticed as complete."""
         ...
 
+    @property
+    def needs_calls(self) -> bool:
+        """True if operations may move only while a call looks at them."""
+        ...
+
+    def when_settled(self, operation: Operation, callback: Callable[[], object]) -> None:
+        """As `Ledger.when_settled`."""
+        ...
+
 
 class HostCompletion:
     """Waiting blocks the host until the operation is complete."""
@@ -45,6 +55,13 @@ class HostCompletion:
 
     def look(self, operation: Operation) -> None:
         self._progress.notice(operation)
+
+    @property
+    def needs_calls(self) -> bool:
+        return self._progress.needs_calls
+
+    def when_settled(self, operation: Operation, callback: Callable[[], object]) -> None:
+        self._ledger.when_settled(operation, callback)
 
     def expire(self, operation: Operation, limit: float | None) -> NoReturn:
         """Raise `CommTimeout` for a wait that was limited to `limit` seconds."""

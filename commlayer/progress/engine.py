@@ -21,6 +21,11 @@ class ProgressEngine(Protocol):
     """Runs the procedures of lanes."""
 
     @property
+    def needs_calls(self) -> bool:
+        """True if lanes move only inside calls on the communicator."""
+        ...
+
+    @property
     def batches(self) -> bool:
         """True if completions may be noticed in batches, up to 10 ms late."""
         ...

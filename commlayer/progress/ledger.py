@@ -87,6 +87,7 @@ class Ledger:
         self._lock = runtime.lock()
         self._lanes: dict[LaneKey, deque[Operation]] = {}
         self._quarantine: dict[int, Operation] = {}
+        self._wasted: set[LaneKey] = set()
         self._sends = 0
         self._bytes = 0
         self._peak_sends = 0
@@ -248,7 +249,45 @@ class Ledger:
             event.set()
         if operation.notify is not None:
             operation.notify()
+        if operation.callbacks:
+            self._run(operation)
+        if error is None and operation.holder is not None and operation.holder() is None:
+            self._taken_by_nobody(operation)
         return True
+
+    def when_settled(self, operation: Operation, callback: Callable[[], object]) -> None:
+        """Call `callback` once, when `operation` is settled: now, if it is.
+
+        On any thread, the library's own included: it must be quick.  What it raises is logged.
+        """
+        with self._lock:
+            # Under the lock, because `_settle` looks for callbacks after it has let go of it.
+            operation.callbacks.append(callback)
+            settled = operation.settled
+        if settled:
+            self._run(operation)
+
+    def _run(self, operation: Operation) -> None:
+        while True:
+            with self._lock:
+                if not operation.callbacks:
+                    return
+                callback = operation.callbacks.pop(0)
+            try:
+                callback()
+            except Exception:
+                logger.exception("commlayer: a done callback of %s", operation.describe())
+
+    def _taken_by_nobody(self, operation: Operation) -> None:
+        """Say once a lane that a message went to a receive whose handle was dropped."""
+        if operation.lane not in self._wasted:
+            self._wasted.add(operation.lane)
+            logger.warning(
+                "commlayer: %s has taken a message that nobody can get: its handle was dropped. "
+                "Keep the handle of a receive whose limit expired and wait for it again, or "
+                "cancel() it",
+                operation.describe(),
+            )
 
     def wait(self, operation: Operation, timeout: float | None) -> bool:
         """Block until `operation` is settled; False when `timeout` seconds have passed."""
@@ -292,7 +331,10 @@ class Ledger:
     def remove(self, operation: Operation) -> None:
         """Take back an operation that was entered and then not posted."""
         with self._lock:
-            self._lanes[operation.lane].remove(operation)
+            try:
+                self._lanes[operation.lane].remove(operation)
+            except ValueError:
+                return  # its post failed and took the peer's operations with it, this one too
             operation.settled = True
             self._release(operation)
             self._notify()

@@ -80,18 +80,21 @@ class Operation:
     it is settled, for waits that look at more than that.
 
     `step` counts the broadcasts of a channel; -1 for anything else.  `awaited` says
-    that a thread blocks for it, or has done so.
+    that a thread blocks for it, or has done so.  `callbacks` run once it is settled, on
+    whatever thread that happens.  `holder` is a weak reference to the handle of a receive.
     """
 
     __slots__ = (
         "__weakref__",
         "awaited",
+        "callbacks",
         "connection",
         "device",
         "driven",
         "error",
         "event",
         "fingerprint",
+        "holder",
         "kind",
         "lane",
         "nbytes",
@@ -119,6 +122,8 @@ class Operation:
         self.sequence = -1
         self.step = -1
         self.awaited = False
+        self.callbacks: list[Callable[[], object]] = []
+        self.holder: Callable[[], object] | None = None
         self.retained: Sequence[Any] = ()
         self.fingerprint: Fingerprint | None = None
         self.settled = False

@@ -35,6 +35,7 @@ class PollingProgress:
     def __init__(self, runtime: Runtime, *, background: bool) -> None:
         self._runtime = runtime
         self._background = background
+        self.needs_calls = not background
         self._active: dict[str, tuple[Driven, Procedure, Step, Deadline | None]] = {}
         self._begun: set[str] = set()
         # Guards the table of lanes and who polls them; no lane is moved under it.

@@ -68,6 +68,10 @@ class Lane(Driven, Protocol):
         """True if a caller waits for this lane's current work."""
         ...
 
+    def withdraw(self, operation: Any) -> bool:
+        """Take back an operation for which nothing has happened yet; True if it was taken back."""
+        ...
+
     def notice(self, sequence: int) -> None:
         """Note that somebody waits for the lane's operation of number `sequence`."""
         ...

@@ -142,6 +142,7 @@ class WaiterProgress:
     """One waiter per lane, blocking in the native wait of each work in turn."""
 
     batches = True
+    needs_calls = False
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

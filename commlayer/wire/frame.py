@@ -77,6 +77,14 @@ class Placement(IntEnum):
     """A message of its own, on the device transport."""
     RESERVED = 4
     """A message of its own of ``Body.at_most`` bytes, on a device lane of such messages."""
+    EMPTY_ON_DEVICE = 5
+    """No bytes; the tensor is made on the device."""
+
+
+NOWHERE = frozenset({Placement.EMPTY, Placement.EMPTY_ON_DEVICE})
+APART = frozenset({Placement.MESSAGE, Placement.DEVICE, Placement.RESERVED})
+ON_DEVICE = frozenset({Placement.DEVICE, Placement.RESERVED})
+"""Which tensors have no bytes, have messages of their own, and have those on the device."""
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

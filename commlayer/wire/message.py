@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from commlayer.wire.frame import (
+    APART,
     CHECKSUM,
     DEFINE,
     EARNED_SLOTS,
@@ -124,7 +125,7 @@ class Layout:
             for size, place in zip(sizes, placements, strict=True)
             if place == Placement.MESSAGE
         ]
-        self.apart = any(place >= Placement.MESSAGE for place in placements)
+        self.apart = any(place in APART for place in placements)
         self.header_bytes = PREFIX_BYTES + len(self.shape)
         self.tensor_bytes = sum(sizes)
 
@@ -181,10 +182,10 @@ class Layouts:
         placements = bytearray(len(tensors))
         for index, tensor in enumerate(tensors):
             size = tensor.nbytes
-            if size == 0:
-                continue
             if self._is_on_device(tensor):
-                placements[index] = Placement.DEVICE
+                placements[index] = Placement.DEVICE if size else Placement.EMPTY_ON_DEVICE
+            elif size == 0:
+                placements[index] = Placement.EMPTY
             elif size <= room:
                 room -= size
                 placements[index] = Placement.INLINE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Annotated
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from commlayer.config import CommConfig
 from commlayer.errors import About
 from commlayer.wire.frame import (
+    APART,
     CHECKSUM,
     DEFINE,
     EARNED_SLOTS,
@@ -27,6 +29,8 @@ from commlayer.wire.frame import (
     LONG,
     MAGIC,
     MAX_SCHEMAS,
+    NOWHERE,
+    ON_DEVICE,
     PREFIX_BYTES,
     UNSLOTTED,
     VALUE,
@@ -42,6 +46,9 @@ from commlayer.wire.tensors import DTYPES, TensorMeta
 from commlayer.wire.values import Parsed, parse
 
 _VALUES = (Kind.OBJECT, Kind.TENSOR_DICT)
+
+NewTensor = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""Makes a tensor of a shape and dtype."""
 
 
 class Schema:
@@ -60,6 +67,7 @@ class Schema:
         "kind",
         "may_have_slot",
         "nbytes",
+        "needs_device",
         "on_device",
         "parts",
         "payload",
@@ -79,11 +87,12 @@ class Schema:
         self.nbytes = sum(meta.nbytes for meta in body.tensors)
         self.inline = body.inline_bytes
         self.payload = [i for i, place in enumerate(placements) if place == Placement.MESSAGE]
-        self.on_device = any(place >= Placement.DEVICE for place in placements)
+        self.on_device = any(place in ON_DEVICE for place in placements)
+        self.needs_device = self.on_device or Placement.EMPTY_ON_DEVICE in placements
         self.reserved = Placement.RESERVED in placements
         self.may_have_slot = fits_a_slot([self.parts[index][2] for index in self.payload])
 
-    def allocate(self) -> list[Tensor | None] | None:
+    def allocate(self, on_device: NewTensor | None) -> list[Tensor | None] | None:
         """New tensors for what travels in the header, and for what is empty.
 
         ``None`` where there is no memory for them.
@@ -91,9 +100,11 @@ class Schema:
         try:
             with torch.inference_mode(False):
                 return [
-                    torch.empty(shape, dtype=dtype, device="cpu")
-                    if place < Placement.MESSAGE
-                    else None
+                    None
+                    if place in APART
+                    else on_device(shape, dtype)
+                    if place == Placement.EMPTY_ON_DEVICE and on_device is not None
+                    else torch.empty(shape, dtype=dtype, device="cpu")
                     for shape, dtype, _, place in self.parts
                 ]
         except (RuntimeError, MemoryError):
@@ -163,15 +174,17 @@ class HeaderReader:
     """Reads the header messages of one lane, in order, on one task.
 
     `where` is the lane in errors, `slots` how many slots this rank receives ahead on, and
-    `has_device` whether it can receive payload on a device.  All methods raise `CommError`
+    `on_device` makes tensors on the rank's device, if it has one.  All methods raise `CommError`
     (PROTOCOL) for bytes that cannot be trusted.
     """
 
-    def __init__(self, limits: CommConfig, where: About, slots: int, has_device: bool) -> None:
+    def __init__(
+        self, limits: CommConfig, where: About, slots: int, on_device: NewTensor | None
+    ) -> None:
         self._limits = limits
         self._where = where
         self._slots = slots
-        self._has_device = has_device
+        self._on_device = on_device
         self._schemas = ReceivedSchemas()
         self._expected = 0
         self._fresh: tuple[Schema, list[Tensor | None]] | None = None
@@ -219,7 +232,7 @@ class HeaderReader:
         where = self._where
         if schema.kind is Kind.TENSOR and len(schema.body.tensors) != 1:
             raise protocol_error(where, "a tensor message must carry one tensor")
-        if schema.on_device and not self._has_device:
+        if schema.needs_device and self._on_device is None:
             raise protocol_error(where, "the message has device payload, this rank has no device")
         if bool(prefix.slot) != bool(schema.payload) or (
             prefix.slot > UNSLOTTED
@@ -234,7 +247,7 @@ class HeaderReader:
         if self._fresh is not None and self._fresh[0] is schema:
             tensors, self._fresh = self._fresh[1], None
         else:
-            tensors = schema.allocate()
+            tensors = schema.allocate(self._on_device)
         if tensors is None:
             incoming.lost_bytes = max(1, schema.inline)
             incoming.tensors = [None] * len(schema.parts)
@@ -249,7 +262,7 @@ class HeaderReader:
 
     def prepare(self, schema: Schema) -> None:
         """Allocate what the next message of `schema` needs, while nobody waits for it."""
-        tensors = schema.allocate()
+        tensors = schema.allocate(self._on_device)
         self._fresh = None if tensors is None else (schema, tensors)
 
 
@@ -329,7 +342,7 @@ def decode_body(prefix: Prefix, data: memoryview, limits: CommConfig, where: Abo
             inline += meta.nbytes
         if place == Placement.RESERVED:
             _check_reserved(body, limits, where)
-        elif place > Placement.DEVICE or (place == Placement.EMPTY) != (meta.nbytes == 0):
+        elif place > max(Placement) or (place in NOWHERE) != (meta.nbytes == 0):
             raise protocol_error(where, "the header places a tensor wrongly")
     if inline != prefix.inline:
         raise protocol_error(

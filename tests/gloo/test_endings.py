@@ -220,6 +220,7 @@ def leaves_a_thread_waiting(
         "broadcast": lambda: comm.broadcast_object(None, peer),
         "wait": comm.irecv_tensor_dict(peer).wait,
     }
+    here.meet("posted")  # a post after the other rank has left is refused
     if comm.rank == 0:
         begin(calls[call])
         here.say("begun")

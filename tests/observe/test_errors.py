@@ -22,6 +22,7 @@ CLASSES = {
     ErrorKind.CLOSED: "Closed",
     ErrorKind.FULL: "Full",
     ErrorKind.TIMEOUT: "CommTimeout",
+    ErrorKind.CANCELLED: "Cancelled",
     ErrorKind.PEER_LOST: "PeerLost",
     ErrorKind.DEVICE: "DeviceError",
     ErrorKind.PROTOCOL: "ProtocolError",

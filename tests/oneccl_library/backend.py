@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
-from commlayer.backend import Viability, World
-from commlayer.device.backend import PairEndpoint, StreamBackend, StreamTransport
+from commlayer.backend import Viability
+from commlayer.device.backend import StreamBackend
 from commlayer.device.device import DeviceRuntime
 from commlayer.semantics import (
     OperationSemantics,
@@ -26,38 +25,10 @@ from commlayer.semantics import (
 )
 from oneccl_library import library
 from oneccl_library.host_runtime import HostRuntime
-from oneccl_library.library import Group, Work
-from oneccl_library.order import OrderedGroups
+from oneccl_library.library import Group
 from oneccl_library.prepare import VERSION
 
 _HERE = "measured in test_oneccl_library.py"
-
-
-class _OrderedGroup:
-    """A communicator that may not be made yet: the first operation on it waits for that."""
-
-    def __init__(self, made: Future[Group]) -> None:
-        self._made = made
-
-    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Work:
-        return self._made.result().send(tensors, dst, tag)
-
-    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Work:
-        return self._made.result().recv(tensors, src, tag)
-
-
-class _Transport(StreamTransport):
-    def __init__(self, backend: OneCclCpuBackend, world: World) -> None:
-        super().__init__(backend, world)
-        self._groups = OrderedGroups(world.store, world.rank)
-
-    def pair(self, name: str, peer: int) -> PairEndpoint:
-        low, high = sorted((self.rank, peer))
-        made = self._groups.group(f"{name}/{low}-{high}")
-        return PairEndpoint(_OrderedGroup(made), int(self.rank == low))
-
-    def close(self) -> None:
-        self._groups.close()
 
 
 class OneCclCpuBackend(StreamBackend):
@@ -95,9 +66,5 @@ class OneCclCpuBackend(StreamBackend):
     def device(self) -> DeviceRuntime:
         return HostRuntime()
 
-    def open(self, world: World, options: Mapping[str, Any]) -> StreamTransport:
-        super().open(world, options)  # refuses options
-        return _Transport(self, world)
-
-    def group(self, name: str, store: Any, rank: int, timeout: timedelta) -> Any:
-        raise NotImplementedError("made in order by the transport")
+    def group(self, name: str, store: Any, rank: int, timeout: timedelta) -> Group:
+        return Group(PrefixStore(name, store), rank).connect()

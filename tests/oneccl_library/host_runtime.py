@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,9 @@ _current = _Current()
 class HostRuntime:
     """Dense host memory, as `commlayer.device.device.DeviceRuntime`."""
 
+    def attach(self) -> None:
+        pass
+
     def stream(self) -> HostStream:
         return HostStream()
 
@@ -70,4 +74,10 @@ class HostRuntime:
         pass
 
     def capturing(self) -> bool:
+        return False
+
+    def ask(self, query: Callable[[], bool]) -> bool:
+        return query()
+
+    def failed_here(self, error: BaseException) -> bool:
         return False

@@ -51,7 +51,8 @@ def exchange() -> list[int]:
         for send in sends:
             send.synchronize(LIMIT)
         comm.close(LIMIT)
-    return given
+    # A byte that connects a lane comes first on each.
+    return [nbytes for nbytes in given if nbytes > 1]
 
 
 def test_every_payload_travels_over_oneccl(ranks: Ranks) -> None:

@@ -328,3 +328,49 @@ def test_a_message_without_room_on_the_device_fails_its_receive_only(
         comm.close()
 
     run(body, on)
+
+
+# -- nothing to carry ------------------------------------------------------------------
+
+
+def test_an_empty_device_tensor_stays_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a dict, alone, and into memory of the caller's."""
+    made: list[tuple[int, ...]] = []
+    empty = SimDeviceRuntime.empty
+    find = SimDeviceRuntime.holds
+
+    def counted(self: SimDeviceRuntime, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made.append(tuple(shape))
+        return empty(self, shape, dtype)
+
+    monkeypatch.setattr(SimDeviceRuntime, "empty", counted)
+    # The arena finds memory by its address, which an empty tensor has not.
+    monkeypatch.setattr(
+        SimDeviceRuntime, "holds", lambda self, tensor: not tensor.numel() or find(self, tensor)
+    )
+
+    def body(rank: Rank) -> None:
+        comm, peer = connect_device(rank, GLOO), 1 - rank.index
+        nothing = torch.empty((0, 4), dtype=torch.float32)
+        comm.isend_tensor_dict({"x": nothing}, peer)
+        got = comm.recv_tensor_dict(peer)["x"]
+        assert (got.shape, got.dtype) == (nothing.shape, nothing.dtype)
+        comm.isend(nothing, peer)
+        into = torch.empty((0, 4), dtype=torch.float32)
+        assert comm.recv(into, peer) is into
+
+    run(body, "nccl", size=2)
+    assert made.count((0, 4)) >= 4, made
+
+
+def test_a_result_that_a_stream_waits_for_was_not_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """The handle is dropped before the operation is complete, and its result was taken."""
+
+    def body(rank: Rank) -> None:
+        comm, peer = connect_device(rank, GLOO), 1 - rank.index
+        comm.isend_tensor_dict({"x": rank.arena.full(rank.index, NBYTES)}, peer)
+        use(rank, comm.recv_tensor_dict(peer)["x"], peer)
+        comm.drain(10)
+
+    run(body, "nccl")
+    assert not caplog.records

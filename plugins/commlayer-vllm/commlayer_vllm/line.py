@@ -14,11 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 from commlayer.errors import CommError, CommTimeout, ErrorKind
-from commlayer.handle import Handle
+from commlayer.handle import LookedAt
 from commlayer.progress.deadline import checked_timeout
 
 
-class Task(Handle):
+class Task(LookedAt[Any]):
     """One step of a line; a `commlayer.Handle`.  `operation` names it in errors."""
 
     def __init__(self, operation: str, run: Callable[[], Any]) -> None:
@@ -66,7 +66,7 @@ class Task(Handle):
 
     synchronize = wait
 
-    def is_completed(self) -> bool:
+    def _look(self) -> bool:
         return self._over.is_set()
 
     def exception(self) -> CommError | None:
