@@ -445,6 +445,32 @@ def test_xccl_of_the_first_release_takes_no_options(monkeypatch: pytest.MonkeyPa
     assert [args[1:] for args in made] == [(1, 2)]
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_xccl_groups_have_the_name_of_their_lane_where_torch_takes_one(
+    monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    made: list[Any] = []
+    backend = xccl(monkeypatch, Vendor("xccl"))
+
+    class ProcessGroup:
+        class Options:
+            def __init__(self) -> None:
+                if named:
+                    self.group_name, self.global_ranks_in_group = "", []
+
+        def __init__(self, store: Named, rank: int, size: int, options: Options) -> None:
+            made.append(options)
+
+    monkeypatch.setattr(dist, "ProcessGroupXCCL", ProcessGroup, raising=False)
+    backend.group("oneccl/data/0/up/2-5", NoStore(), 1, timedelta(days=24))
+    (options,) = made
+    if named:
+        assert options.group_name == "oneccl/data/0/up/2-5"
+        assert options.global_ranks_in_group == [2, 5]
+    else:
+        assert vars(options) == {"_timeout": timedelta(days=24)}
+
+
 def test_facts_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     for make, profile in ((nccl, "nccl"), (xccl, "xccl"), (npu, "hccl")):
         semantics = make(monkeypatch, Vendor(profile)).semantics

@@ -148,6 +148,9 @@ class XcclBackend(_OneCclBackend):
             return group(PrefixStore(name, store), rank, 2)
         options = group.Options()
         options._timeout = timeout
+        if hasattr(options, "group_name"):  # of newer releases: torch's logs name the lane by it
+            options.group_name = name
+            options.global_ranks_in_group = [int(r) for r in name.rpartition("/")[2].split("-")]
         return group(PrefixStore(name, store), rank, 2, options)
 
 
