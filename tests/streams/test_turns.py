@@ -138,8 +138,11 @@ def test_a_ring_takes_turns() -> None:
     join([thread for rank in range(3) for thread in job.both_ways(rank, (rank + 1) % 3, 10)])
 
 
+@pytest.mark.parametrize("ends", ["shutdown", "abort"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_operation_that_its_peer_does_not_come_to_holds_up_no_other(rank: int) -> None:
+def test_an_operation_that_its_peer_does_not_come_to_holds_up_no_other(
+    rank: int, ends: str
+) -> None:
     job = Job(2)
     lonely = [job.group(LockedGroup(Lane(), job.locks[r]), "lonely", r, r) for r in range(2)]
     raised: list[CommError] = []
@@ -152,7 +155,7 @@ def test_an_operation_that_its_peer_does_not_come_to_holds_up_no_other(rank: int
     waiting = started(alone)
     join(job.both_ways(0, 1, 10))
     assert waiting.is_alive()
-    lonely[rank].shutdown()
+    getattr(lonely[rank], ends)()
     join([waiting])
     assert raised[0].kind is ErrorKind.CLOSED
 

@@ -77,6 +77,10 @@ class TurnGroup:
         """End whoever waits for a peer to come."""
         self._closed.set()
 
+    def abort(self) -> None:
+        """The same: an operation that has its turn cannot be taken back."""
+        self._closed.set()
+
     def _post(self, post: Callable[..., Any], *arguments: Any) -> TurnWork:
         self._take(str(self._posted))
         self._posted += 1
