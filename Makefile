@@ -106,6 +106,7 @@ bench-vllm: $(VLLM_VENV)/.installed  ## Compare with the stock vLLM (VLLM_ARGS="
 test-ray: $(RAY_VENV)/.installed  ## Test ranks that are Ray actors, in an environment of its own; as root over two hosts too
 	$(RAY_BIN)/python tests/ray_actors/run.py
 	$(RAY_BIN)/python tests/ray_actors/two_hosts.py
+	$(RAY_BIN)/python tests/ray_actors/graph.py
 
 test-cuda: $(CUDA_VENV)/.installed  ## Test the CUDA build of torch without a GPU: tests/standin (CUDA_ARGS="-k pair")
 	LD_PRELOAD=$$($(CUDA_BIN)/python tests/standin/build.py) GLOO_SOCKET_IFNAME=lo \
@@ -175,7 +176,8 @@ $(RAY_VENV)/.installed: constraints.txt $(RAY_CONSTRAINTS) pyproject.toml
 	@echo "Installing Ray into $(RAY_VENV)"
 	$(PYTHON) -m venv $(RAY_VENV)
 	$(RAY_BIN)/python -m pip install --quiet --disable-pip-version-check \
-	    -c constraints.txt -c $(RAY_CONSTRAINTS) ray numpy -e . -e plugins/commlayer-gloo || \
+	    -c constraints.txt -c $(RAY_CONSTRAINTS) ray numpy -e . -e plugins/commlayer-gloo \
+	    -e plugins/commlayer-adapters || \
 	    { echo "Not run: Ray cannot be installed here" >&2; exit 1; }
 	@touch $@
 
