@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules
@@ -27,7 +27,7 @@ def carried_by(comm: Communicator, group: dist.ProcessGroup | None = None) -> It
     missing.  One block at a time in a process may be entered or left.
     """
     group = dist.group.WORLD if group is None else group
-    original = schedules._batch_p2p
+    original, torch_schedules = schedules._batch_p2p, cast(Any, schedules)
 
     def batch_p2p(ops: list[dist.P2POp], desc: str | None = None) -> Sequence[Any]:
         mine = [op for op in ops if op.group is group]
@@ -35,11 +35,11 @@ def carried_by(comm: Communicator, group: dist.ProcessGroup | None = None) -> It
         works: list[Any] = [_post(comm, op) for op in mine]
         return [*works, *(original(others, desc) if others else ())]
 
-    schedules._batch_p2p = batch_p2p
+    torch_schedules._batch_p2p = batch_p2p
     try:
         yield
     finally:
-        schedules._batch_p2p = original
+        torch_schedules._batch_p2p = original
 
 
 def _post(comm: Communicator, op: dist.P2POp) -> Handle:

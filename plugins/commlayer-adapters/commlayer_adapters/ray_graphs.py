@@ -1,8 +1,7 @@
 """Ray's compiled graphs over commlayer: a communicator for ``with_tensor_transport``.
 
-Replaced are ``send`` and ``recv`` between actors, of host or device tensors.  The base is
-Ray's communicator for hosts, so that Ray asks for no accelerator.  With it stay the
-book-keeping of actors, and ``allreduce``.
+Replaced are ``send`` and ``recv`` between actors.  From Ray's communicator for hosts, the
+base, stay the book-keeping of actors and ``allreduce``.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from ray.exceptions import RayChannelError
 from ray.experimental.channel import CPUCommunicator
+from torch._C._distributed_c10d import TCPStore
 
 import commlayer
 
@@ -29,7 +29,7 @@ class CommlayerCommunicator(CPUCommunicator):  # type: ignore[misc]
     def initialize(self, rank: int) -> None:
         super().initialize(rank)
         size = self.get_world_size()
-        store = torch.distributed.TCPStore(*self._address, size, rank == 0, wait_for_workers=False)
+        store = TCPStore(*self._address, size, rank == 0, wait_for_workers=False)
         self._comm = commlayer.connect(self._config, rank=rank, world_size=size, store=store)
 
     def send(self, tensor: torch.Tensor, peer_rank: int) -> None:
@@ -48,9 +48,8 @@ class CommlayerCommunicator(CPUCommunicator):  # type: ignore[misc]
 
     def destroy(self) -> None:
         super().destroy()
-        comm, self._comm = self._comm, None
-        if comm is not None:
-            comm.close()
+        if self._comm is not None:
+            self._comm.close()
 
     def get_transport_name(self) -> str:
         return "accelerator"  # to Ray: whatever goes through send() and recv()
