@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -94,6 +95,7 @@ def connect_ends(
     endpoint: PairEndpoint,
     sends: bool,
     device: DeviceRuntime,
+    stream: AbstractContextManager[Any],
     facts: OperationSemantics,
     runtime: Runtime,
 ) -> None:
@@ -101,7 +103,7 @@ def connect_ends(
 
     On a stream that has nothing to do: behind the application's work it would wait for it.
     """
-    with device.stream():
+    with stream:
         byte = device.empty((1,), torch.uint8)
         work = endpoint.isend(byte, 0, 0) if sends else endpoint.irecv(byte, 0, 0)
         if facts.wait_blocks is WaitBlocks.HOST or facts.poll is not Poll.EXACT:
@@ -154,6 +156,7 @@ class LaneMaker:
         self._runtime = runtime
         self._lanes = lanes
         self._tell = tell
+        self._stream: AbstractContextManager[Any] | None = None
         self._known: set[tuple[int, Flow]] = set()
         self._asking: deque[tuple[int, Flow]] = deque()
         self._leading: deque[tuple[int, Flow]] = deque()
@@ -170,7 +173,11 @@ class LaneMaker:
         rank = self._transport.rank
         endpoint = self._transport.pair(str(flow), peer)
         sends = flow.key(rank, peer).direction == "send"
-        connect_ends(endpoint, sends, self._transport.device, self._facts, self._runtime)
+        device = self._transport.device
+        # One for all, as long as each comes to its end: streams are few, and given out in turn.
+        stream, self._stream = self._stream or device.stream(), None
+        connect_ends(endpoint, sends, device, stream, self._facts, self._runtime)
+        self._stream = stream
         return endpoint
 
     def want(self, peer: int, flow: Flow) -> None:

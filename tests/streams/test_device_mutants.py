@@ -9,6 +9,7 @@ import pytest
 from commlayer_testkit.sim import FailureKind, explore
 from commlayer_testkit.sim.mount_device import SimDeviceRuntime
 
+from commlayer.backend import World
 from commlayer.device.backend import StreamTransport
 from commlayer.device.lane import DeviceLane, HeldWorks
 from commlayer.device.opening import Flow, LaneMaker
@@ -80,6 +81,37 @@ def connects_in_the_first_operation(patch: pytest.MonkeyPatch) -> None:
 
 def _connect(self: DeviceSide, peer: int, flow: Flow, endpoint: Any) -> None:
     self._lanes[flow.key(self._transport.rank, peer)].connect(endpoint)
+
+
+def makes_lanes_when_first_used(patch: pytest.MonkeyPatch) -> None:
+    """Each rank in an order of its own, in a task that waits for the peer to come."""
+
+    def want(self: LaneMaker, peer: int, flow: Flow) -> None:
+        if (peer, flow) not in self._known:
+            self._known.add((peer, flow))
+            self._runtime.spawn(
+                lambda: self._lanes.connected(peer, flow, self.make(peer, flow)), "make"
+            )
+
+    patch.setattr(LaneMaker, "want", want)
+
+
+def shares_a_client_of_the_store(patch: pytest.MonkeyPatch) -> None:
+    makes_lanes_when_first_used(patch)
+    patch.setattr(World, "client", lambda self: self.store)
+
+
+def keeps_a_stream_waiting(patch: pytest.MonkeyPatch) -> None:
+    """A stream of the lane's own waits for each operation from its post on."""
+    whole = DeviceLane._post_into
+
+    def post(self: DeviceLane, works: list[Any], message: Any) -> None:
+        own = self._own_stream()
+        whole(self, works, message)
+        with own:
+            message.operation.device.work.order()
+
+    patch.setattr(DeviceLane, "_post_into", post)
 
 
 def posts_in_the_caller(patch: pytest.MonkeyPatch) -> None:
@@ -162,6 +194,9 @@ MUTANTS: list[tuple[Patch, str, str, tuple[FailureKind, ...]]] = [
     (posts_in_the_caller, "core_device_posts_unmatched", "ccl_bindings", (FailureKind.DEADLOCK,)),
     (one_communicator_a_channel, "core_device_receives_first", "hccl_connected", STUCK),
     (one_communicator_a_direction, "core_device_lanes", "hccl_connected", MEMORY),
+    (makes_lanes_when_first_used, "core_device_crossed_creation", "one_creation", STUCK),
+    (shares_a_client_of_the_store, "core_device_store", "one_creation", STUCK),
+    (keeps_a_stream_waiting, "core_device_pool", "pooled", STUCK),
     (waits_past_host_payload, "core_device_overwrite", "xccl", (FailureKind.OVERWRITTEN,)),
     (accepts_any_message, "core_device_refused", "hccl", (FailureKind.ABORT, FailureKind.ERROR)),
     (receives_out_of_order, "core_device_two_claimers", "hccl", (*MEMORY, *STUCK)),

@@ -13,7 +13,7 @@ from commlayer.communicator import Communicator
 from commlayer.config import CommConfig
 from commlayer.loading import LoadedBackend
 from commlayer.registry import Registry
-from commlayer_testkit.sim.mount_device import SimStreamBackend
+from commlayer_testkit.sim.mount_device import SimStore, SimStreamBackend
 from commlayer_testkit.sim.profiles import Profile
 from commlayer_testkit.sim.rank import Rank
 from commlayer_testkit.sim.transport import SimBackend
@@ -47,7 +47,12 @@ class NoStore:
 
 
 def mount(
-    rank: Rank, backend: Backend, *, beside: Backend | None = None, **config: Any
+    rank: Rank,
+    backend: Backend,
+    *,
+    beside: Backend | None = None,
+    store: Any = None,
+    **config: Any,
 ) -> Communicator:
     """Connect a rank of a world over `backend`; `config` are keys of `CommConfig`.
 
@@ -61,7 +66,7 @@ def mount(
         registry = Registry(())
         registry.add_backend(beside)
     return connect_world(
-        BackendWorld(rank.index, len(rank.world.ranks), NoStore(), 60.0),
+        BackendWorld(rank.index, len(rank.world.ranks), store or NoStore(), 60.0),
         LoadedBackend(backend, "simulator", ""),
         CommConfig(**{"headers_ahead": 2, "device_lanes_at_connect": 0, **config}),
         registry=registry,
@@ -78,5 +83,9 @@ def connect_device(rank: Rank, host: Profile, **config: Any) -> Communicator:
     """As `connect`, on the device transport of the profile beside the host transport `host`."""
     world = rank.world
     return mount(
-        rank, SimStreamBackend(rank, world.profile), beside=SimBackend(world, host), **config
+        rank,
+        SimStreamBackend(rank, world.profile),
+        beside=SimBackend(world, host),
+        store=SimStore(rank),
+        **config,
     )

@@ -17,6 +17,7 @@ from commlayer_testkit.sim.profiles import Profile
 from commlayer_testkit.sim.rank import Rank
 from commlayer_testkit.sim.streams import SimEvent, SimStream
 from commlayer_testkit.sim.transport import SimEndpoint
+from commlayer_testkit.sim.world import EVERYTHING
 
 
 class SimDeviceRuntime:
@@ -84,6 +85,45 @@ class SimGroup:
         return self._endpoint.irecv(tensors[0], self._members[src], tag)
 
 
+class SimStore:
+    """One client of a store: what is asked of it goes one after the other, as of torch's."""
+
+    def __init__(self, rank: Rank, values: dict[str, bytes] | None = None) -> None:
+        self._rank = rank
+        self._values = rank.world.stored if values is None else values
+        self._lock = rank.runtime.lock()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._rank.world.touch(writes=EVERYTHING)
+            self._values[key] = value
+
+    def get(self, key: str) -> bytes:
+        with self._lock:
+            self._rank.world.block(lambda: key in self._values, f"reads {key!r}", None)
+            return self._values[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def clone(self) -> SimStore:
+        return SimStore(self._rank, self._values)
+
+
+class _Creation:
+    """A communicator that a rank makes."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.name = name
+        self.rank = rank
+
+    def describe(self) -> str:
+        return f"rank {self.rank} making {self.name!r}"
+
+    def waits_for(self) -> list[object]:
+        return []
+
+
 class SimStreamBackend(StreamBackend):
     """The device transport that `profile` describes, for one rank of a world."""
 
@@ -105,4 +145,23 @@ class SimStreamBackend(StreamBackend):
 
     def group(self, name: str, store: Any, rank: int, timeout: timedelta) -> SimGroup:
         low, high = map(int, name.rsplit("/", 1)[1].split("-"))
+        if self._profile.makes_one_at_a_time:
+            if rank == 0:
+                store.set(name, b"")
+            else:
+                store.get(name)
+            self._meet(name, high if rank == 0 else low)
         return SimGroup(self._rank.endpoint(name, on=self._profile), (low, high))
+
+    def _meet(self, name: str, other: int) -> None:
+        """Make the communicator with `other`, and nothing else meanwhile."""
+        world, network, me = self._rank.world, self._rank.world.network(self._profile), self._rank
+        creation = _Creation(name, me.index)
+        world.touch(writes=EVERYTHING)
+        world.block(lambda: me.index not in network.making, "waits to make one", creation)
+        network.making[me.index] = name
+        network.begun.add((name, me.index))
+        world.touch(writes=EVERYTHING)
+        world.block(lambda: (name, other) in network.begun, "makes a communicator", creation)
+        del network.making[me.index]
+        world.touch(writes=EVERYTHING)

@@ -37,7 +37,10 @@ class Profile:
     """One transport as the simulator plays it.
 
     `watchdog` is the longest an operation may stay on a device, in seconds;
-    `group_timeout` how long a wait that cannot succeed blocks.
+    `group_timeout` how long a wait that cannot succeed blocks.  With `makes_one_at_a_time` a
+    communicator is made in a call that finds the other rank in the store, blocks until that
+    makes it, too, and keeps the process from making another meanwhile.  `pool` is how many
+    streams the device hands out, in turn (0: as many as are asked for).
     """
 
     name: str
@@ -45,6 +48,8 @@ class Profile:
     note: str
     watchdog: float | None = None
     group_timeout: float = 1800.0
+    makes_one_at_a_time: bool = False
+    pool: int = 0
 
 
 GLOO = Profile(
@@ -134,6 +139,18 @@ HCCL_CONNECTED = Profile(
     ),
     "HCCL on communicators that are made: a send holds its stream, and never the host",
     watchdog=HCCL.watchdog,
+)
+ONE_CREATION = Profile(
+    "one_creation",
+    NCCL.semantics,
+    "as nccl, on a library that makes one communicator at a time, and a store between the ranks",
+    makes_one_at_a_time=True,
+)
+POOLED = Profile(
+    "pooled",
+    HCCL_CONNECTED.semantics,
+    "as hccl_connected, on a device that hands out the same three streams in turn",
+    pool=3,
 )
 MPI = Profile(
     "mpi",
@@ -235,7 +252,8 @@ ADVERSARY_WEAKEST = Profile(
 PROFILES: dict[str, Profile] = {
     profile.name: profile
     for profile in (
-        GLOO, GLOO_EARLY_POLL, NCCL, XCCL, CCL_BINDINGS, HCCL, HCCL_CONNECTED, MPI,
+        GLOO, GLOO_EARLY_POLL, NCCL, XCCL, CCL_BINDINGS, HCCL, HCCL_CONNECTED, ONE_CREATION,
+        POOLED, MPI,
         MPI_RENDEZVOUS, ONECCL_CPU, ADVERSARY, UNORDERED, ADVERSARY_SERIAL, ADVERSARY_POLLED,
         ADVERSARY_WEAKEST,
     )

@@ -267,10 +267,15 @@ class SimDevice:
         self.world = world
         self.rank = rank
         self._streams: list[SimStream] = []
+        self._drawn = 0
         self.default_stream = self.stream("main")
 
     def stream(self, name: str = "") -> SimStream:
-        """A new stream."""
+        """A new stream; from a pool, one that somebody else may have, too."""
+        pool = self.world.profile.pool
+        if pool and len(self._streams) > pool:
+            self._drawn += 1
+            return self._streams[1 + (self._drawn - 1) % pool]  # the default stream is in no pool
         stream = SimStream(self, name or f"side {len(self._streams)}")
         self._streams.append(stream)
         return stream

@@ -47,6 +47,9 @@ class Network:
         self.broken: dict[str, str] = {}
         self.used: set[tuple[str, int, int]] = set()
         """By what communicator which rank has called which."""
+        self.making: dict[int, str] = {}
+        self.begun: set[tuple[str, int]] = set()
+        """The communicator that a rank makes now, and which ranks have begun to make which."""
         self.dead: set[int] = set()
         self.inside: defaultdict[int, int] = defaultdict(int)
         self._autonomous = profile.semantics.progress is Progress.AUTONOMOUS

@@ -198,6 +198,8 @@ class World:
         self.lost: list[str] = []
         self.writes_seen: dict[int, str] = {}
         self.sources: dict[int, list[Operation]] = {}
+        self.stored: dict[str, bytes] = {}
+        """What the ranks have put into their store."""
         self.touched_writes = self.touched_reads = 0
         self._bits = 0
         self._issued = 0

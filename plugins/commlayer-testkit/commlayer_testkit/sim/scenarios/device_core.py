@@ -322,6 +322,47 @@ def core_device_lanes(rank: Rank, quiet: Quiet) -> None:
         use(rank, comm.channel(channel).recv(None, 0, tag), value)
 
 
+@scenario("one_creation")
+@on_ranks(2, Quiet)
+def core_device_crossed_creation(rank: Rank, quiet: Quiet) -> None:
+    """The ranks use two new lanes in opposite orders, where a process makes one at a time."""
+    comm, peer = quiet.connect(rank), 1 - rank.index
+    for tag in (1, 2) if rank.index == 0 else (2, 1):
+        comm.isend(rank.arena.full(10 * rank.index + tag, NBYTES), peer, tag)
+    for tag in (1, 2):
+        use(rank, comm.recv(None, peer, tag), 10 * peer + tag)
+
+
+@scenario("one_creation")
+@on_ranks(3, Quiet)
+def core_device_store(rank: Rank, quiet: Quiet) -> None:
+    """Rank 1 sends to rank 0, which does nothing before it hears that rank 2 has its message."""
+    comm = quiet.connect(rank)
+    if rank.index == 1:
+        comm.isend(rank.arena.full(1, NBYTES), 0)
+        comm.isend(rank.arena.full(2, NBYTES), 2)
+    elif rank.index == 2:
+        use(rank, comm.recv(None, 1), 2)
+        comm.send_object("go", 0)
+    else:
+        assert comm.recv_object(2) == "go"
+        use(rank, comm.recv(None, 1), 1)
+
+
+@scenario("pooled")
+@on_ranks(2, Quiet)
+def core_device_pool(rank: Rank, quiet: Quiet) -> None:
+    """A message that is received late holds up no other lane, though streams come from a pool."""
+    comm = quiet.connect(rank)
+    if rank.index == 0:
+        for tag in (1, 2):
+            comm.isend(rank.arena.full(tag, NBYTES), 1, tag)
+        return
+    use(rank, comm.recv(None, 0, 2), 2)
+    rank.device.current_stream().synchronize()
+    use(rank, comm.recv(None, 0, 1), 1)
+
+
 @scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_two_claimers(rank: Rank, quiet: Quiet) -> None:
