@@ -233,6 +233,9 @@ class Ledger:
                 if self._reaping.background:
                     self._reap(operation.lane)
                 return True
+            # Before anybody can see that it is settled, and let go of its handle.
+            holder = operation.holder
+            wasted = error is None and holder is not None and holder() is None
             operation.value = value
             operation.error = error
             operation.settled = True
@@ -251,7 +254,7 @@ class Ledger:
             operation.notify()
         if operation.callbacks:
             self._run(operation)
-        if error is None and operation.holder is not None and operation.holder() is None:
+        if wasted:
             self._taken_by_nobody(operation)
         return True
 
