@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from commlayer.barrier import Barrier
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, CommTimeout, ErrorKind, in_a_line
 from commlayer.handle import Handle
-from commlayer.lanes.claims import MessageClaim
-from commlayer.lanes.encode import as_dict
 from commlayer.observe.peers import PeerView, view_peers
 from commlayer.observe.report import Report
-from commlayer.pipeline.exchange import Exchange, checked_group
-from commlayer.pipeline.gather import GatherHandle
-from commlayer.pipeline.slices import WholeDictClaim, check_replicated, sliced
+from commlayer.pipeline.exchange import Exchange
+from commlayer.pipeline.parts import receive_parts, send_parts
+from commlayer.pipeline.slices import WholeDictClaim
 from commlayer.progress.deadline import checked_timeout
 from commlayer.progress.ledger import Ledger
 from commlayer.semantics import Semantics
@@ -60,6 +59,7 @@ class Communicator:
         self._channel = channel
         self._channels = channels
         self._posting = session.posting(channel)
+        self._barrier = Barrier(self._posting, self._connection)
 
     @property
     def rank(self) -> int:
@@ -107,6 +107,28 @@ class Communicator:
                 "it was not named when the ranks connected",
                 f"Add it to `channels` in the configuration; known: {', '.join(self._channels)}",
             ) from None
+
+    @outside_modes
+    def split(
+        self, ranks: Sequence[int] | None = None, *, color: int | str | None = None, name: str = ""
+    ) -> Communicator | None:
+        """A communicator of some of the ranks, which closes on its own.
+
+        With `ranks` these call it, with the same list, and are numbered in its order.  Without,
+        every rank calls it, and those of equal `color` make one, in their order; a rank without
+        a color gets ``None``.  Blocks and raises as `connect`; `name` is that of the new one.
+        """
+        self._connection.check_own()
+        return self._session.part(ranks, color, name)  # type: ignore[no-any-return]
+
+    @outside_modes
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until every rank has called it, on one thread at a time; messages may be under way.
+
+        A wait that ends by `CommTimeout` after `timeout` seconds is taken up by the next call.
+        """
+        self._connection.check_own()
+        self._barrier.wait(timeout)
 
     # Tensors
 
@@ -181,25 +203,17 @@ class Communicator:
     ) -> Handle[None]:
         """Post a send of a dict of str to tensors or values; the order of its keys is kept.
 
-        `tag` is that of `isend_object`: objects and dicts of one tag arrive in order.
-        With `all_gather_group`, whose ranks all call this with equal tensors, each
-        rank sends its part of every tensor of the dict, nested ones excepted, and
-        the receivers gather.  Sent whole are a tensor of which `all_gather_tensors`
-        says False (it is not replicated), and one whose number of elements is no
-        multiple of the group's size.  ``check_slices`` makes the ranks compare
-        first; one that differs raises CONFIG on all of them.
+        `tag` is that of `isend_object`: objects and dicts of one tag arrive in order. With
+        `all_gather_group`, whose ranks all call this with equal tensors, each rank sends its part
+        of every tensor of the dict, nested ones excepted, and the receivers gather.  Sent whole
+        are a tensor of which `all_gather_tensors` says False (it is not replicated), and one whose
+        number of elements is no multiple of the group's size.  ``check_slices`` makes the ranks
+        compare first; one that differs raises CONFIG on all of them.
         """
-        call = "isend_tensor_dict"
         if all_gather_group is None:
-            return self._posting.send(call, Kind.TENSOR_DICT, tensor_dict, dst, tag)
-        group = checked_group(all_gather_group, call)
-        operation = self._posting.operation(call, dst, "send", Kind.TENSOR_DICT, tag)
-        whole = as_dict(tensor_dict, operation)
-        where = operation.describe()
-        value = sliced(whole, all_gather_tensors, group, where)
-        if self.config.check_slices:
-            check_replicated(whole, value, group, self._channel, where, self.config)
-        return self._posting.send(call, Kind.TENSOR_DICT, value, dst, tag)
+            return self._posting.send("isend_tensor_dict", Kind.TENSOR_DICT, tensor_dict, dst, tag)
+        parts = tensor_dict, dst, tag, all_gather_group, all_gather_tensors
+        return send_parts(self._posting, self.config, self._channel, *parts)
 
     def irecv_tensor_dict(
         self,
@@ -216,35 +230,18 @@ class Communicator:
         memory for graphs, say.  A message that has no such tensor, or one that does not
         fit, fails this receive before anything is received, and is left to the next.
 
-        `all_gather_group` is the communicator of the ranks that receive the other
-        parts, as many as the sender's group has; see `GatherHandle` for what they
-        owe each other.  Which tensors come in parts is in the message:
-        `all_gather_tensors` is taken for symmetry and not looked at.
+        `all_gather_group` is the communicator of the ranks that receive the other parts, as many
+        as the sender's group has; see `GatherHandle` for what they owe each other.  Which tensors
+        come in parts is in the message: `all_gather_tensors` is taken for symmetry and not looked
+        at.
         """
-        group = None
         if all_gather_group is not None:
-            group = checked_group(all_gather_group, "irecv_tensor_dict")
-        kind = Kind.TENSOR_DICT
-        operation = self._posting.operation("irecv_tensor_dict", src, "recv", kind, tag)
-        if group is None:
-            targets = None if into is None else self._posting.targets(into, operation)
-            return self._posting.receive_claim(WholeDictClaim(operation, targets))
-        if into is not None:
-            raise CommError(
-                ErrorKind.CONFIG,
-                operation.describe(),
-                "slices are gathered into new memory, into is for whole tensors",
-                "Pass into or all_gather_group",
-            )
-        device = self._connection.device
-        return GatherHandle(
-            self._posting.receive_claim(MessageClaim(operation, kind)),
-            group,
-            ("gather", self.config.name, self._channel),
-            operation.lane,
-            operation.describe(),
-            None if device is None else device.device,
-        )
+            parts = src, tag, all_gather_group, self._connection.device, into
+            return receive_parts(self._posting, self.config, self._channel, *parts)
+        call = "irecv_tensor_dict", src, "recv", Kind.TENSOR_DICT, tag
+        operation = self._posting.operation(*call)
+        targets = None if into is None else self._posting.targets(into, operation)
+        return self._posting.receive_claim(WholeDictClaim(operation, targets))
 
     def send_tensor_dict(
         self,
@@ -474,8 +471,6 @@ class Communicator:
             f"<Communicator {name}rank {self.rank} of {self.world_size}, {self.backend}, "
             f"channel {self._channel}, {state}>"
         )
-
-    # Internals
 
     @property
     def _exchange(self) -> Exchange:

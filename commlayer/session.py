@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from commlayer.config import CommConfig
 from commlayer.device.completion import StreamCompletion
 from commlayer.device.foreign import Tracker
 from commlayer.device.reach import Memory
 from commlayer.device.side_stream import SideStreams
-from commlayer.errors import CommError, in_a_line
+from commlayer.errors import CommError, UnsupportedError, in_a_line
 from commlayer.handle import Handle
 from commlayer.lanes.connection import Connection
 from commlayer.lanes.encode import Encoder
@@ -29,6 +29,14 @@ logger = logging.getLogger("commlayer")
 
 ABORT_SECONDS = 2.0
 """Most that telling peers of a failure may take: one that answers does so in a round trip."""
+
+
+class Split(Protocol):
+    """See `commlayer.bootstrap.split`, which this package does not know."""
+
+    def by_ranks(self, ranks: Sequence[int], name: str) -> Any: ...
+
+    def by_color(self, color: int | str | None, name: str) -> Any: ...
 
 
 class Session:
@@ -53,6 +61,8 @@ class Session:
         self.release = release
         self.broadcasts = {name: BroadcastState() for name in connection.tags.channels}
         self.observation: Observation
+        self.split: Split | None = None
+        """Makes communicators of some of the ranks; ``None`` where these have met in no store."""
         self._exchanges: dict[str, Exchange] = {}
         device = connection.device
         self.memory = Memory(backend, semantics, host_devices, device)
@@ -71,6 +81,16 @@ class Session:
             lambda event, tensors: self.tracker.track(event, tensors, ("data", connection.rank)),
             check=config.check_lifetime,
         )
+
+    def part(self, ranks: Sequence[int] | None, color: int | str | None, name: str) -> Any:
+        """A communicator of some of the ranks; see `Communicator.split`."""
+        if self.connection.closed is not None:
+            raise self.connection.closed.again()
+        if self.split is None:
+            raise UnsupportedError("split", "these ranks have met in no store", "")
+        if ranks is None:
+            return self.split.by_color(color, name)
+        return self.split.by_ranks(ranks, name)
 
     def posting(self, channel: str) -> Posting:
         """What posts the operations of `channel`."""

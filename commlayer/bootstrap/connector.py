@@ -23,6 +23,7 @@ from commlayer.bootstrap.launch import (
     refusal,
 )
 from commlayer.bootstrap.rendezvous import Rendezvous
+from commlayer.bootstrap.split import Splitter
 from commlayer.bootstrap.turns import turn
 from commlayer.bootstrap.worlds import (
     torch_is_initialised,
@@ -193,6 +194,9 @@ def connect_world(
             "Declare (and prove) a stronger fact in the plugin",
         )
     hooks = registry.hooks(loaded)
+    connect_part = functools.partial(
+        _connect_part, loaded, registry=registry, retention=retention, reaping=reaping
+    )
     retention = (
         retention
         or hooks.commlayer_retention_policy(semantics=semantics, config=config)
@@ -302,8 +306,17 @@ def connect_world(
         connection.open()
         session.observation.start()
         if not simulated:
+            session.split = Splitter(world, config, connect_part)
             at_exit.watch(session, (transport, endpoint, device))
         return channels["data"]
+
+
+def _connect_part(
+    loaded: LoadedBackend, world: World, config: CommConfig, **chosen: Any
+) -> Communicator:
+    """Connect some of the ranks of a communicator, as its own were."""
+    with _only_comm_errors():
+        return connect_world(world, loaded, config, **chosen)
 
 
 @contextmanager

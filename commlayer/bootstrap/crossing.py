@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in different groups of the same members.
+"""Ranks that wait for each other in different groups.
 
 One rank connects group A first and then B, another B first: each waits for the other, and
 neither comes.  In threads that is well, so what counts is what all threads of a process
@@ -46,11 +46,12 @@ class Crossing:
     """One call's view of what the other ranks connect; nothing where the world is no group."""
 
     def __init__(self, world: World, pid: int) -> None:
-        self._common, _, self._group = world.name.rpartition("/group ")
-        self._rank = world.rank
+        self._common, _, self._group = world.name.rpartition("/ranks ")
+        members = self._group.partition("/")[0].split(",") if self._common else []
+        self._rank = members[world.rank] if self._common else ""
         self._pid = pid
-        self._others = [rank for rank in range(world.size) if rank != world.rank]
-        self._first: dict[int, CrossingWait] = {}
+        self._others = [rank for rank in members if rank != self._rank]
+        self._first: dict[str, CrossingWait] = {}
         # Half of the limit: another thread of either rank may still be about to connect.
         self._refuse_at = time.monotonic() + world.remaining() / 2
         self._due = time.monotonic() + _EVERY_SECONDS
@@ -92,15 +93,16 @@ class Crossing:
                 self._first[rank] = other
             if alive and not mine & set(other.groups) and time.monotonic() >= self._refuse_at:
                 raise refusal(
-                    f"rank {self._rank} (pid {self._pid}) connects group {_list(mine)} and waits "
-                    f"for rank {rank} (pid {other.pid}), which connects group "
-                    f"{_list(other.groups)}, of the same members and under the same name",
-                    "Connect the groups in the same order on all ranks, or all at once in threads",
+                    f"rank {self._rank} (pid {self._pid}) connects with ranks {_list(mine)} and "
+                    f"waits for rank {rank} (pid {other.pid}), which connects with ranks "
+                    f"{_list(other.groups)} instead",
+                    "Have all members connect the same groups, and in the same order or all at "
+                    "once in threads",
                 )
 
-    def _key(self, rank: int) -> str:
+    def _key(self, rank: str) -> str:
         return f"crossing/{self._common}/{rank}"
 
 
 def _list(groups: Iterable[str]) -> str:
-    return ", ".join(repr(group) for group in sorted(groups))
+    return " and with ranks ".join(sorted(groups))

@@ -87,8 +87,9 @@ class Rendezvous:
             finally:
                 board.crossing.leave()
         self._round = roster[0].nonce
-        store = prefixed(board.store, f"round/{self._round.hex()}")
-        self.world = replace(self.world, store=store)
+        of = f"round/{self._round.hex()}"
+        store = prefixed(board.store, of)
+        self.world = replace(self.world, store=store, name=f"{self.world.name}/{of}")
         return [card.hello for card in roster]
 
     def watch(self) -> None:

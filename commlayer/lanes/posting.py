@@ -31,7 +31,7 @@ from commlayer.wire.frame import Kind
 from commlayer.wire.integers import integer
 from commlayer.wire.message import Outgoing
 from commlayer.wire.modes import dispatch_modes, refuse_modes, transform
-from commlayer.wire.tags import BROADCAST, MAX_TAG, SLICES, objects
+from commlayer.wire.tags import BARRIER, BROADCAST, MAX_TAG, SLICES, objects
 
 
 @dataclass
@@ -134,15 +134,16 @@ class Posting:
     ) -> Operation:
         """A new operation with `peer` on the lane of `kind` and `tag`, which are checked.
 
-        Objects and dicts have lanes of their own, and so have the slices that ranks exchange.
+        Objects and dicts have lanes of their own, and so have slices and barriers.
         """
         alone = kind is Kind.TENSOR
         # True == 1: only an int may find the key of an int.
         known = type(peer) is int and type(tag) is int
         key = self._keys.get((peer, direction, alone, tag)) if known else None
         if key is None:
-            name = SLICES
-            if tag is not SLICES:
+            if tag is SLICES or tag is BARRIER:
+                name = tag
+            else:
                 name = checked_tag(tag) if alone else objects(checked_tag(tag))
             key = LaneKey(self._channel, self.checked_peer(peer, call), direction, name)
             if known:

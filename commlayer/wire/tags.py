@@ -12,6 +12,7 @@ MAX_TAG = (1 << 16) - 1
 OBJECTS = "objects"
 BROADCAST = "broadcast"
 SLICES = "slices"
+BARRIER = "barrier"
 CONTROL_LANE = ("control", "control")
 """Channel and tag of the library's own messages."""
 
@@ -24,7 +25,7 @@ def objects(tag: str) -> str:
 RESERVED = ".reserved"
 """Follows the tag of a lane in the name of its device lane for messages of one declared size."""
 
-_RESERVED = (BROADCAST, CONTROL_LANE[1], SLICES)
+_RESERVED = (BROADCAST, CONTROL_LANE[1], SLICES, BARRIER)
 _CODE_BITS = 17
 _SLOT_BITS = 3
 _OWN = (1 << 10) - 1

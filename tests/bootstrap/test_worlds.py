@@ -77,7 +77,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_told_so(ranks: Ranks) 
     for rank, text in enumerate(ranks.run(crossing, 2, timeout=90)):
         assert f"rank {rank} (pid" in text
         assert f"waits for rank {1 - rank} (pid" in text
-        assert "of the same members and under the same name" in text
+        assert f"which connects with ranks 0,1/group {2 - rank} instead" in text
 
 
 def meshes() -> list[Any]:

@@ -48,6 +48,33 @@ def test_ranks_may_end_in_any_order(early: int, closing: str, tmp_path: Path) ->
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def split() -> list[Any]:
+    from mpi4py import MPI
+
+    rank = MPI.COMM_WORLD.rank
+    with commlayer.connect({"backend": "mpi"}) as comm:
+        comm.barrier(30)
+        seen = []
+        for part in (comm.split(color=rank // 2), comm.split([2, 0]) if rank != 1 else None):
+            if part is not None:
+                said = [
+                    part.broadcast_object(rank if part.rank == src else None, src=src)
+                    for src in range(part.world_size)
+                ]
+                part.barrier(30)
+                part.close()
+                seen.append((part.rank, said))
+        return seen
+
+
+def test_ranks_of_a_job_split_without_torch(mpi: Jobs) -> None:
+    assert mpi(3).run(split) == [
+        [(0, [0, 1]), (1, [2, 0])],
+        [(1, [0, 1])],
+        [(0, [2]), (0, [2, 0])],
+    ]
+
+
 AUTO = """
 import commlayer
 
