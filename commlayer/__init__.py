@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from commlayer.bootstrap.connector import connect
     from commlayer.communicator import Communicator
     from commlayer.config import CommConfig
@@ -91,6 +92,9 @@ _MODULES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that the commands start without torch."""
+    if name == "__version__":
+        globals()[name] = _version()
+        return globals()[name]
     try:
         module = _MODULES[name]
     except KeyError:
@@ -98,3 +102,13 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    """The version of the installed distribution, which is said in one place only."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("commlayer")
+    except PackageNotFoundError:
+        return "not installed"

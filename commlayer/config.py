@@ -1,8 +1,9 @@
 """Configuration: one typed value, from a mapping, a TOML file or the environment.
 
-Precedence, key by key: the mapping handed to `commlayer.connect`, then the TOML
-file, then ``COMMLAYER_*`` environment variables, then the default.  The file is
-the one named by ``COMMLAYER_CONFIG`` or by the key ``config`` of the mapping.
+Precedence, key by key: the mapping handed to `commlayer.connect`, then
+``COMMLAYER_*`` environment variables, then the TOML file, then the default: what an
+operator sets for one process counts before what a file says for all.  The file is
+the one named by the key ``config`` of the mapping, or by ``COMMLAYER_CONFIG``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -309,17 +311,34 @@ class CommConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Raises `CommError` (CONFIG) for an unknown key, naming the nearest known
         one, for a value of the wrong type or range, and for an unreadable file.
         """
+        return cls.load_with_sources(mapping, environ=environ)[0]
+
+    @classmethod
+    def load_with_sources(
+        cls,
+        mapping: Mapping[str, Any] | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
+    ) -> tuple[CommConfig, dict[str, str]]:
+        """As `load`, with the source of each key that is not left at its default."""
         environ = os.environ if environ is None else environ
         mapping = {} if mapping is None else mapping
         if not isinstance(mapping, Mapping):
             raise _invalid("mapping", f"expected a mapping, got {type(mapping).__name__}")
         settings = dict(mapping)
         path = settings.pop("config", None) or environ.get(ENVIRONMENT_PREFIX + "CONFIG")
-        merged = _checked(_from_environment(environ), "environment")
+        given = {}
         if path:
-            merged |= _from_file(path)
-        merged |= _checked(settings, "mapping")
-        return msgspec.convert(merged, cls)
+            values = _from_file(path)  # checks that it is a path
+            given[f"file {os.fspath(path)}"] = values
+        given["environment"] = _checked(_from_environment(environ), "environment")
+        given["mapping"] = _checked(settings, "mapping")
+        merged: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        for source, values in given.items():
+            merged |= values
+            sources |= dict.fromkeys(values, source)
+        return msgspec.convert(merged, cls), sources
 
 
 def _known() -> dict[str, Any]:
@@ -379,6 +398,13 @@ RESERVED_ENVIRONMENT = frozenset({"CONFIG", "VLLM"})
 """Variables with the prefix that are not keys: the file, and what enables commlayer-vllm."""
 
 
+_OF_A_SERVICE = re.compile(
+    r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
+)
+"""What Kubernetes and Docker links set in every container for a service whose name begins with
+``commlayer``: ``COMMLAYER_SERVICE_HOST``, ``COMMLAYER_API_PORT_80_TCP_ADDR``."""
+
+
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """Values of ``COMMLAYER_<KEY>`` variables; lists are comma-separated, tables are JSON."""
     types = _known()
@@ -391,6 +417,8 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         suffix = variable[len(ENVIRONMENT_PREFIX) :]
         if suffix in RESERVED_ENVIRONMENT:
+            continue
+        if variable not in keys and _OF_A_SERVICE.fullmatch(suffix):
             continue
         if variable not in keys:
             raise _unknown(variable, "environment", list(keys))

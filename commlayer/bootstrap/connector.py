@@ -7,11 +7,11 @@ import functools
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from commlayer import __version__
 from commlayer.backend import World
 from commlayer.bootstrap import at_exit
 from commlayer.bootstrap.hello import Hello, agree
@@ -224,7 +224,7 @@ def connect_world(
         facts=semantics,
         headers_ahead=prefetch.headers,
         payloads_ahead=prefetch.slots,
-        version=_version(),
+        version=__version__,
         host=machine,
         pid=pid,
     )
@@ -376,11 +376,3 @@ def _serial(semantics: Semantics) -> bool:
         or facts.post_may_block is not PostMayBlock.NEVER
         or semantics.threads is Threads.FUNNELED
     )
-
-
-@functools.cache
-def _version() -> str:
-    try:
-        return version("commlayer")
-    except PackageNotFoundError:
-        return "not installed"

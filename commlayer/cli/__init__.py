@@ -138,15 +138,10 @@ def _name_of(command: typer.models.CommandInfo) -> str:
 def _version(asked: bool) -> None:
     if not asked:
         return
-    import importlib.metadata
-
     import typer
 
+    from commlayer import __version__
     from commlayer.backend import PLUGIN_API
 
-    try:
-        version = importlib.metadata.version("commlayer")
-    except importlib.metadata.PackageNotFoundError:
-        version = "(not installed)"
-    typer.echo(f"commlayer {version}, plugin API {PLUGIN_API}")
+    typer.echo(f"commlayer {__version__}, plugin API {PLUGIN_API}")
     raise typer.Exit

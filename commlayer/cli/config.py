@@ -21,9 +21,19 @@ def register(app: typer.Typer) -> None:
 def config(
     json: bool = JSON,
     markdown: bool = typer.Option(False, "--markdown", help="Print docs/configuration.md."),
+    effective: bool = typer.Option(
+        False, "--effective", help="Show the values in effect here, and where each is from."
+    ),
 ) -> None:
     """Show every key with its environment variable, type, default, unit and meaning."""
-    if json:
+    if effective:
+        values = list(in_effect())
+        if json:
+            print_json(values)
+        else:
+            cells = [(row["key"], _cell(row["value"]), row["from"]) for row in values]
+            print_table(["key", "value", "from"], cells)
+    elif json:
         print_json(list(rows()))
     elif markdown:
         typer.echo(render_markdown(), nl=False)
@@ -59,6 +69,21 @@ def rows() -> Iterator[dict[str, Any]]:
             "unit": meta.extra["unit"],
             "meaning": meta.description,
         }
+
+
+def in_effect() -> Iterator[dict[str, Any]]:
+    """The value of each key by file and environment of this process, and its source."""
+    import msgspec
+
+    from commlayer.config import ENVIRONMENT_PREFIX, CommConfig
+
+    config, sources = CommConfig.load_with_sources()
+    for field in msgspec.structs.fields(CommConfig):
+        source = sources.get(field.name, "default")
+        if source == "environment":
+            source = ENVIRONMENT_PREFIX + field.name.upper()
+        value = msgspec.to_builtins(getattr(config, field.name))
+        yield {"key": field.name, "value": value, "from": source}
 
 
 def render_markdown() -> str:
@@ -113,12 +138,15 @@ _INTRODUCTION = """\
 A value is taken, key by key, from the first of these that sets it:
 
 1. the mapping handed to `commlayer.connect`;
-2. the TOML file named by the key `config` of that mapping, or by `COMMLAYER_CONFIG`; keys stand at
+2. the environment variable of the key;
+3. the TOML file named by the key `config` of that mapping, or by `COMMLAYER_CONFIG`; keys stand at
    the top level or in a table `[commlayer]`;
-3. the environment variable of the key;
 4. the default.
 
-An unknown key, in any of the three, is an error that names the nearest known one. In the
+`commlayer config --effective` shows what file and environment set here, and which of them. An
+unknown key, in any of the three, is an error that names the nearest known one; but for variables
+that a container platform sets for a service of this name (`COMMLAYER_SERVICE_HOST`,
+`COMMLAYER_PORT_80_TCP` and the like), which are passed over. In the
 environment a list is separated by commas, a table is JSON, and a boolean is `true` or `false`
 (or `1`, `0`).
 

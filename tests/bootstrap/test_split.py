@@ -61,8 +61,11 @@ def split_by_color() -> list[Any]:
 def test_ranks_of_one_color_make_a_communicator(ranks: Ranks) -> None:
     results = ranks.run(split_by_color, 4, timeout=90)
     assert [seen[0] for seen in results] == [
-        (0, 2, [0, 2]), (0, 2, [1, 3]), (1, 2, [0, 2]), (1, 2, [1, 3]),
-    ]  # fmt: skip
+        (0, 2, [0, 2]),
+        (0, 2, [1, 3]),
+        (1, 2, [0, 2]),
+        (1, 2, [1, 3]),
+    ]
     assert [seen[1] for seen in results] == [(0, 2, [0, 3]), None, None, (1, 2, [0, 3])]
 
 

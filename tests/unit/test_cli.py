@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, version
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -145,6 +146,24 @@ def test_describe_shows_every_fact_with_meaning_and_source(run, registry):
     assert "p2p source: tests/probe.py:1" in text
     assert "source: tests/probe.py:2" in text
     assert "driver: 1.2" in text
+
+
+def test_config_shows_what_is_in_effect_and_from_where(run, monkeypatch, tmp_path):
+    path = tmp_path / "engine.toml"
+    path.write_text("peer_timeout = 9.0\nname = 'file'\n")
+    monkeypatch.setenv("COMMLAYER_CONFIG", str(path))
+    monkeypatch.setenv("COMMLAYER_NAME", "environment")
+    rows = {row["key"]: row for row in json.loads(run("config", "--effective", "--json"))}
+    assert set(rows) == {field.name for field in msgspec.structs.fields(CommConfig)}
+    assert rows["peer_timeout"] == {"key": "peer_timeout", "value": 9.0, "from": f"file {path}"}
+    assert rows["name"] == {"key": "name", "value": "environment", "from": "COMMLAYER_NAME"}
+    assert rows["backend"]["from"] == "default"
+    assert "COMMLAYER_NAME" in run("config", "--effective")
+
+
+def test_the_version_is_that_of_the_distribution(run):
+    assert commlayer.__version__ == version("commlayer")
+    assert commlayer.__version__ in run("--version")
 
 
 def test_config_shows_every_key(run):

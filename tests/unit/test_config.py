@@ -34,15 +34,21 @@ def test_defaults_without_any_source():
     assert CommConfig.load(environ={}) == CommConfig()
 
 
-def test_mapping_beats_file_beats_environment_beats_default(write):
-    path = write("max_inflight_ops = 2\nmax_items = 2\n")
+def test_mapping_beats_environment_beats_file_beats_default(write):
+    path = write("max_inflight_ops = 2\nmax_items = 2\nmax_depth = 2\n")
     environ = {
         "COMMLAYER_MAX_INFLIGHT_OPS": "1",
         "COMMLAYER_MAX_ITEMS": "1",
-        "COMMLAYER_MAX_DEPTH": "1",
     }
-    config = CommConfig.load({"config": path, "max_inflight_ops": 3}, environ=environ)
-    assert (config.max_inflight_ops, config.max_items, config.max_depth) == (3, 2, 1)
+    config, sources = CommConfig.load_with_sources(
+        {"config": path, "max_inflight_ops": 3}, environ=environ
+    )
+    assert (config.max_inflight_ops, config.max_items, config.max_depth) == (3, 1, 2)
+    assert sources == {
+        "max_inflight_ops": "mapping",
+        "max_items": "environment",
+        "max_depth": f"file {path}",
+    }
     assert config.unclaimed_messages == CommConfig().unclaimed_messages
 
 
@@ -105,6 +111,32 @@ def test_unknown_variable_names_the_near_miss(variable):
     error = refused(environ={variable: "x"})
     assert variable in error.cause
     assert "'COMMLAYER_BACKEND'" in error.cure
+
+
+@pytest.mark.parametrize(
+    "suffix",
+    [
+        "SERVICE_HOST",
+        "SERVICE_PORT",
+        "SERVICE_PORT_HTTP",
+        "PORT",
+        "PORT_29500_TCP",
+        "PORT_29500_TCP_ADDR",
+        "PORT_29500_TCP_PORT",
+        "PORT_29500_TCP_PROTO",
+        "PORT_53_UDP",
+        "API_SERVICE_HOST",
+        "API_PORT",
+        "API_PORT_80_TCP_ADDR",
+    ],
+)
+def test_what_a_container_platform_sets_for_a_service_is_passed_over(suffix):
+    assert CommConfig.load(environ={f"COMMLAYER_{suffix}": "tcp://10.0.0.1:80"}) == CommConfig()
+
+
+@pytest.mark.parametrize("suffix", ["SERVICE", "HOST", "PORTS", "REPORT_SIGNALS", "SERVICE_NAME"])
+def test_what_only_looks_like_it_is_unknown(suffix):
+    assert "unknown key" in refused(environ={f"COMMLAYER_{suffix}": "x"}).cause
 
 
 def test_unknown_key_without_a_near_miss_lists_the_known_ones():
