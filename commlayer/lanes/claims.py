@@ -28,7 +28,7 @@ class MessageClaim:
     `at_most` is the size in bytes that the sender must have declared for the tensor, too.
     """
 
-    __slots__ = ("_into", "_kind", "_step", "_target", "at_most", "operation")
+    __slots__ = ("_into", "_kind", "_step", "_target", "at_most", "copies", "operation")
 
     def __init__(
         self,
@@ -45,12 +45,11 @@ class MessageClaim:
         self._step = step
         self._target = target
         self._into = into or {}
-
-    @property
-    def copies(self) -> bool:
-        return self._target is not None or bool(self._into)
+        self.copies = target is not None or bool(into)
 
     def leaves(self, incoming: Incoming) -> bool:
+        if not self.copies:  # the usual case: anything of its kind fits new memory
+            return False
         # A broadcast has its step: what is left there fits no later call.
         return self._step == -1 and self._other(incoming) is None and bool(self._misfit(incoming))
 
@@ -58,6 +57,8 @@ class MessageClaim:
         other = self._other(incoming)
         if other is not None:
             return self._mismatch(other)
+        if not self.copies:
+            return None
         misfit = self._misfit(incoming)
         if misfit and self._step == -1:
             return CommError(
@@ -141,15 +142,17 @@ class MessageClaim:
         return None if target is None else target.buffer(incoming.body.tensors[index])
 
     def value(self, incoming: Incoming) -> Any:
-        # Once more, because payload may have been long under way.
-        if any(target.lost for target in self._targets()):
-            raise self._lost()
-        if self._target is not None:
-            return self._target.write(incoming.tensors[0], incoming.body.tensors[0])
+        tensors, written = incoming.tensors, {}
+        if self.copies:
+            # Once more, because payload may have been long under way.
+            if any(target.lost for target in self._targets()):
+                raise self._lost()
+            if self._target is not None:
+                return self._target.write(tensors[0], incoming.body.tensors[0])
+            tensors = list(tensors)
+            written = self._write(incoming, tensors)
         if incoming.parsed is None:
-            return incoming.tensors[0]
-        tensors = list(incoming.tensors)
-        written = self._write(incoming, tensors)
+            return tensors[0]
         value = incoming.parsed.build([t for t in tensors if t is not None], self.operation)
         if written:
             value.update(written)

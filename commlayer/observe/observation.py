@@ -20,7 +20,7 @@ from commlayer.observe.signals import SignalHook
 from commlayer.observe.spans import FanOut, Sink, Spans
 from commlayer.observe.stall import StallWatch, Watchdog
 from commlayer.observe.survey import Survey
-from commlayer.progress.ledger import Observer
+from commlayer.progress.observer import Observer
 
 if TYPE_CHECKING:
     from commlayer.observe.metrics import Metrics

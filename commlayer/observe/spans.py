@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from commlayer.progress.ledger import Observer
+from commlayer.progress.observer import Observer
 from commlayer.progress.operation import LaneKey, Operation
 
 logger = logging.getLogger("commlayer")

@@ -13,12 +13,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.progress.deadline import Deadline
 from commlayer.progress.engine import ProgressEngine
+from commlayer.progress.observer import Observer
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.reaping import ReapingPolicy
 from commlayer.progress.retention import DeviceHold
@@ -26,36 +27,6 @@ from commlayer.progress.runtime import Event, Runtime
 from commlayer.progress.snapshot import Snapshot, view
 
 logger = logging.getLogger("commlayer")
-
-
-class Observer(Protocol):
-    """Is told what becomes of operations.
-
-    Called on whatever thread it happens, all but `matched` and `waited` under the ledger's
-    lock: it must be quick, must not raise, and must not call back into the ledger.  An
-    operation is settled before it is released, unless the reaping policy goes by
-    other signs; one that could not be posted is released and never settled.
-    """
-
-    def posted(self, operation: Operation) -> None:
-        """It was entered; its native operations follow."""
-        ...
-
-    def matched(self, operation: Operation) -> None:
-        """A receive whose header is here: `sequence` is known, payload may still be on its way."""
-        ...
-
-    def settled(self, operation: Operation) -> None:
-        """It is over, well or not: `error` says."""
-        ...
-
-    def released(self, operation: Operation) -> None:
-        """Its buffers were let go of."""
-        ...
-
-    def waited(self, operation: Operation, since: float) -> None:
-        """A thread that blocked for it at `since` has stopped waiting."""
-        ...
 
 
 Block = Callable[[Event, "float | None"], bool]
