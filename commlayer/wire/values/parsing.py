@@ -15,11 +15,12 @@ from msgspec.msgpack import Ext
 from torch import Tensor
 
 from commlayer.config import CommConfig
-from commlayer.errors import About, CommError, ErrorKind
+from commlayer.errors import About
 from commlayer.wire.tensors import ALL_DTYPES
 from commlayer.wire.values import codes
 from commlayer.wire.values.arrays import array_of, scalar_of
 from commlayer.wire.values.codes import COMPLEX_FORMAT, short
+from commlayer.wire.values.faults import Malformed, Unbuildable, no_memory
 from commlayer.wire.values.registered import Registered, by_name, flag_bits
 
 _DEVICE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}(:[0-9]{1,3})?")
@@ -31,10 +32,15 @@ class Parsed:
 
     __slots__ = ("_failure", "_root", "reusable")
 
-    def __init__(self, root: Any, failure: _Unbuildable | None = None) -> None:
+    def __init__(self, root: Any, failure: Unbuildable | None = None) -> None:
         self._root = root
         self._failure = failure
-        self.reusable = type(root) is _Deferred and root.is_flat_dict()
+        keys = root.keys() if type(root) is _Deferred else None
+        self.reusable = (
+            keys is not None
+            and all(type(key) is str for key in keys)
+            and all(type(item) is _Hole for item in root.items)
+        )
         """Whether `build` may be called again: the value is a dict of str to tensors."""
 
     def build(self, tensors: Sequence[Tensor], operation: About) -> Any:
@@ -47,10 +53,10 @@ class Parsed:
         try:
             if failure is None:
                 return _fill(self._root, tensors)
-        except _Unbuildable as unbuildable:
+        except Unbuildable as unbuildable:
             failure = unbuildable
         except MemoryError as error:
-            failure = _no_memory(error)
+            failure = no_memory(error)
         assert failure is not None
         raise failure.error(operation) from failure.__cause__
 
@@ -59,10 +65,8 @@ class Parsed:
         if self._failure is not None:
             return None
         root = self._root
-        if type(root) is not _Deferred or not root.is_dict():
-            return {}
-        keys = root.make.args[0]  # type: ignore[attr-defined]
-        pairs = zip(keys, root.items, strict=True)
+        keys = root.keys() if type(root) is _Deferred else None
+        pairs = zip(keys, root.items, strict=True) if keys is not None else ()
         return {key: item.index for key, item in pairs if type(item) is _Hole}
 
 
@@ -78,60 +82,29 @@ def parse(
     """
     try:
         if len(data) > limits.max_header_bytes:
-            raise _Malformed(
+            raise Malformed(
                 f"{len(data)} bytes exceed max_header_bytes = {limits.max_header_bytes}"
             )
         try:
             tokens = _decoder(limits.max_items).decode(data)
         except msgspec.DecodeError as error:
-            raise _Malformed(str(error)) from error
+            raise Malformed(str(error)) from error
         parser = _Parser(tokens, tensor_count, limits)
         root = parser.take(1)
         parser.finish()
     except RecursionError as error:
-        short = _Unbuildable(
+        short = Unbuildable(
             "it is nested deeper than the rest of this thread's stack", "Send a flatter value"
         )
         short.__cause__ = error
         return Parsed(None, short)
     except MemoryError as error:
-        return Parsed(None, _no_memory(error))
-    except _Unbuildable as unbuildable:
+        return Parsed(None, no_memory(error))
+    except Unbuildable as unbuildable:
         return Parsed(None, unbuildable)
-    except _Malformed as malformed:
+    except Malformed as malformed:
         raise malformed.error(operation) from malformed.__cause__
     return Parsed(root)
-
-
-class _Malformed(Exception):
-    """What is wrong with the received bytes: no commlayer of this configuration wrote them."""
-
-    what = "the received value is malformed or not acceptable"
-    fate = ""
-
-    def __init__(
-        self, cause: str, cure: str = "Check that all ranks run the same version and configuration"
-    ) -> None:
-        super().__init__(cause[:300])
-        self.cure = cure
-
-    def error(self, operation: About) -> CommError:
-        return CommError(
-            ErrorKind.PROTOCOL, operation, f"{self.what}: {self}", f"{self.cure}{self.fate}"
-        )
-
-
-class _Unbuildable(_Malformed):
-    """Why a value that was sent rightly cannot be made on this rank."""
-
-    what = "the received value cannot be made on this rank"
-    fate = "; this message is lost, later ones are not"
-
-
-def _no_memory(error: MemoryError) -> _Unbuildable:
-    failure = _Unbuildable("there is no memory for it", "Send less at once")
-    failure.__cause__ = error
-    return failure
 
 
 class _Hole:
@@ -152,16 +125,10 @@ class _Deferred:
         self.make = make
         self.items = items
 
-    def is_dict(self) -> bool:
-        return type(self.make) is partial and self.make.func is _make_dict
-
-    def is_flat_dict(self) -> bool:
-        return (
-            type(self.make) is partial
-            and self.make.func is _make_dict
-            and all(type(key) is str for key in self.make.args[0])
-            and all(type(item) is _Hole for item in self.items)
-        )
+    def keys(self) -> Sequence[Any] | None:
+        """Those of a dict; ``None`` for anything else."""
+        make = self.make
+        return make.args[0] if type(make) is partial and make.func is _make_dict else None
 
 
 def _fill(value: Any, tensors: Sequence[Tensor]) -> Any:
@@ -199,22 +166,22 @@ class _Parser:
         try:
             token = self.tokens[self.at]
         except IndexError:
-            raise _Malformed("values are missing at the end") from None
+            raise Malformed("values are missing at the end") from None
         self.at += 1
         if type(token) is not Ext:
             return token
         take = _TAKE.get(token.code)
         if take is None:
-            raise _Malformed(f"unknown extension code {token.code}")
+            raise Malformed(f"unknown extension code {token.code}")
         return take(self, bytes(token.data), depth)
 
     def take_items(self, count: int, depth: int) -> list[Any]:
         """Take the items of a container at `depth`."""
         if depth > self.limits.max_depth:
-            raise _Malformed(f"it is nested deeper than max_depth = {self.limits.max_depth}")
+            raise Malformed(f"it is nested deeper than max_depth = {self.limits.max_depth}")
         end = self.at + count
         if end > len(self.tokens):
-            raise _Malformed("a container claims more values than follow")
+            raise Malformed("a container claims more values than follow")
         items = self.tokens[self.at : end]
         if Ext not in set(map(type, items)):
             self.at = end
@@ -226,27 +193,27 @@ class _Parser:
         holes = self.holes
         items = self.take_items(count, depth)
         if self.holes != holes:
-            raise _Malformed("a tensor is a key or in a set")
+            raise Malformed("a tensor is a key or in a set")
         try:
             distinct = len(set(map(hash, items))) if count > _MAX_EQUAL_HASHES else count
         except Exception as error:
-            raise _Unbuildable("a key or a member of a set has no hash") from error
+            raise Unbuildable("a key or a member of a set has no hash") from error
         if count - distinct > _MAX_EQUAL_HASHES:
-            raise _Malformed("too many keys have the same hash")
+            raise Malformed("too many keys have the same hash")
         return items
 
     def finish(self) -> None:
         if self.at != len(self.tokens):
-            raise _Malformed("values follow after the end")
+            raise Malformed("values follow after the end")
         if len(self.seen) != self.tensor_count:
-            raise _Malformed(
+            raise Malformed(
                 f"{self.tensor_count} tensors were sent, the value has {len(self.seen)} of them"
             )
 
 
 def _count(data: bytes) -> int:
     if len(data) != 4:
-        raise _Malformed("a number has the wrong length")
+        raise Malformed("a number has the wrong length")
     return int.from_bytes(data, "big")
 
 
@@ -254,7 +221,7 @@ def _text(data: bytes, errors: str = "strict") -> str:
     try:
         return data.decode("utf-8", errors)
     except UnicodeDecodeError as error:
-        raise _Malformed("a text is not UTF-8") from error
+        raise Malformed("a text is not UTF-8") from error
 
 
 def _take_sequence(make: Any, parser: _Parser, data: bytes, depth: int) -> Any:
@@ -270,16 +237,16 @@ def _take_set(make: Any, parser: _Parser, data: bytes, depth: int) -> Any:
     try:
         members = make(items)
     except Exception as error:
-        raise _Unbuildable("a member of a set has no hash") from error
+        raise Unbuildable("a member of a set has no hash") from error
     if len(members) != len(items):
-        raise _Unbuildable("a set has a member twice")
+        raise Unbuildable("a set has a member twice")
     return members
 
 
 def _take_size(parser: _Parser, data: bytes, depth: int) -> torch.Size:
     items = parser.take_items(_count(data), depth)
     if any(type(item) is not int or not -(2**63) <= item < 2**63 for item in items):
-        raise _Malformed("a torch.Size has an impossible extent")
+        raise Malformed("a torch.Size has an impossible extent")
     return torch.Size(items)
 
 
@@ -291,9 +258,9 @@ def _take_dict(parser: _Parser, data: bytes, depth: int) -> Any:
     try:
         result = dict(zip(keys, values, strict=True))
     except Exception as error:
-        raise _Unbuildable("a key has no hash") from error
+        raise Unbuildable("a key has no hash") from error
     if len(result) != count:
-        raise _Unbuildable("a dict has a key twice")
+        raise Unbuildable("a dict has a key twice")
     return result if parser.holes == holes else _Deferred(partial(_make_dict, keys), values)
 
 
@@ -304,7 +271,7 @@ def _make_dict(keys: Iterable[Any], values: Iterable[Any]) -> dict[Any, Any]:
 def _registered(name: str) -> Registered:
     entry = by_name.get(name)
     if entry is None:
-        raise _Unbuildable(
+        raise Unbuildable(
             f"the class {short(name)} is not registered on this rank",
             "Register it on all ranks (`commlayer.register`)",
         )
@@ -315,16 +282,16 @@ def _take_object(parser: _Parser, data: bytes, depth: int) -> Any:
     count = _count(data[:4])
     entry = _registered(_text(data[4:]))
     if issubclass(entry.cls, Enum):
-        raise _Unbuildable(f"the enum {entry.name} has no fields")
+        raise Unbuildable(f"the enum {entry.name} has no fields")
     if entry.encode is not None:
-        raise _Unbuildable(
+        raise Unbuildable(
             f"{entry.name} has an `encode` on this rank only", "Register it alike on all ranks"
         )
     names = parser.take_items(count, depth)
     if any(type(name) is not str for name in names) or len(set(names)) != count:
-        raise _Malformed(f"the fields of {entry.name} are not named once each")
+        raise Malformed(f"the fields of {entry.name} are not named once each")
     if unlike := set(names).difference(entry.fields) | entry.required.difference(names):
-        raise _Unbuildable(
+        raise Unbuildable(
             f"the field {short(min(unlike))} of {entry.name} exists on one rank only",
             "Run the same version of the class on all ranks",
         )
@@ -342,16 +309,16 @@ def _make_object(entry: Registered, names: Sequence[str], values: Sequence[Any])
         for name, value in late.items():
             object.__setattr__(made, name, value)
     except Exception as error:
-        raise _Unbuildable(f"{entry.name} refuses its fields ({error})") from error
+        raise Unbuildable(f"{entry.name} refuses its fields ({error})") from error
     return made
 
 
 def _take_encoded(parser: _Parser, data: bytes, depth: int) -> Any:
     if _count(data[:4]) != 1:
-        raise _Malformed("an encoded object is not one value")
+        raise Malformed("an encoded object is not one value")
     entry = _registered(_text(data[4:]))
     if entry.encode is None:
-        raise _Unbuildable(
+        raise Unbuildable(
             f"{entry.name} has no `decode` on this rank", "Register it alike on all ranks"
         )
     holes = parser.holes
@@ -364,9 +331,9 @@ def _decode(entry: Registered, items: Sequence[Any]) -> Any:
     try:
         made = entry.make(items[0])
     except Exception as error:
-        raise _Unbuildable(f"`decode` of {entry.name} raises ({error})") from error
+        raise Unbuildable(f"`decode` of {entry.name} raises ({error})") from error
     if not isinstance(made, entry.cls):
-        raise _Unbuildable(
+        raise Unbuildable(
             f"`decode` of {entry.name} returned {short(made)}", "Have it return an instance"
         )
     return made
@@ -375,7 +342,7 @@ def _decode(entry: Registered, items: Sequence[Any]) -> Any:
 def _take_member(parser: _Parser, data: bytes, depth: int) -> Any:
     entry = _registered(_text(data[4:]))
     if not issubclass(entry.cls, Enum) or _count(data[:4]) != 1:
-        raise _Unbuildable(f"{entry.name} is not an enum")
+        raise Unbuildable(f"{entry.name} is not an enum")
     (member,) = parser.take_items(1, depth)
     try:
         if issubclass(entry.cls, Flag):
@@ -385,13 +352,13 @@ def _take_member(parser: _Parser, data: bytes, depth: int) -> Any:
             return entry.cls[member]
     except Exception:
         pass
-    raise _Unbuildable(f"the enum {entry.name} has no member {short(member)} on this rank")
+    raise Unbuildable(f"the enum {entry.name} has no member {short(member)} on this rank")
 
 
 def _take_tensor(parser: _Parser, data: bytes, depth: int) -> _Hole:
     index = _count(data)
     if index >= parser.tensor_count:
-        raise _Malformed(f"tensor {index} of {parser.tensor_count} is asked for")
+        raise Malformed(f"tensor {index} of {parser.tensor_count} is asked for")
     parser.seen.add(index)
     parser.holes += 1
     return _Hole(index)
@@ -402,13 +369,13 @@ def _take_array(make: Any, parser: _Parser, data: bytes, depth: int) -> Any:
     try:
         return make(*parts)
     except ImportError as error:
-        raise _Unbuildable(
+        raise Unbuildable(
             "it holds a NumPy value, and NumPy is missing on this rank", "Install numpy"
         ) from error
     except MemoryError as error:
-        raise _no_memory(error) from error
+        raise no_memory(error) from error
     except Exception as error:
-        raise _Malformed(f"a NumPy value is impossible ({error})") from error
+        raise Malformed(f"a NumPy value is impossible ({error})") from error
 
 
 def _take_bytes(parser: _Parser, data: bytes, depth: int) -> bytes:
@@ -425,14 +392,14 @@ def _take_integer(parser: _Parser, data: bytes, depth: int) -> int:
 
 def _take_complex(parser: _Parser, data: bytes, depth: int) -> complex:
     if len(data) != COMPLEX_FORMAT.size:
-        raise _Malformed("a complex number has the wrong length")
+        raise Malformed("a complex number has the wrong length")
     return complex(*COMPLEX_FORMAT.unpack(data))
 
 
 def _take_dtype(parser: _Parser, data: bytes, depth: int) -> torch.dtype:
     name = _text(data)
     if name not in ALL_DTYPES:
-        raise _Unbuildable(
+        raise Unbuildable(
             f"torch {torch.__version__} on this rank has no dtype {short(name)}",
             "Run the same version of torch on all ranks",
         )
@@ -446,19 +413,19 @@ def _take_device(parser: _Parser, data: bytes, depth: int) -> torch.device:
             return torch.device(name)
     except RuntimeError:
         pass
-    raise _Unbuildable(f"there is no device {short(name)}")
+    raise Unbuildable(f"there is no device {short(name)}")
 
 
 def _take_pickle(parser: _Parser, data: bytes, depth: int) -> Any:
     if not parser.limits.allow_pickle:
-        raise _Malformed(
+        raise Malformed(
             "it holds a pickled value, and allow_pickle is off on this rank",
             "Set allow_pickle on all ranks, if all of them are trusted, or on none",
         )
     try:
         return pickle.loads(data)
     except Exception as error:
-        raise _Unbuildable(f"a value cannot be unpickled ({error})") from error
+        raise Unbuildable(f"a value cannot be unpickled ({error})") from error
 
 
 _TAKE: dict[int, Callable[[_Parser, bytes, int], Any]] = {
