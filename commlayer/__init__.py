@@ -93,7 +93,9 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so that the commands start without torch."""
     if name == "__version__":
-        globals()[name] = _version()
+        from commlayer.versions import installed_version
+
+        globals()[name] = installed_version()
         return globals()[name]
     try:
         module = _MODULES[name]
@@ -102,13 +104,3 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value
-
-
-def _version() -> str:
-    """The version of the installed distribution, which is said in one place only."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("commlayer")
-    except PackageNotFoundError:
-        return "not installed"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from commlayer import __version__
 from commlayer.backend import World
 from commlayer.bootstrap import at_exit
 from commlayer.bootstrap.hello import Hello, agree
@@ -55,6 +54,7 @@ from commlayer.progress.serialized import SerializedEndpoint
 from commlayer.registry import Registry, default_registry
 from commlayer.semantics import Order, PostMayBlock, Semantics, Threads, WaitBlocks
 from commlayer.session import Session
+from commlayer.versions import installed_version
 from commlayer.wire.frame import WIRE_VERSION
 from commlayer.wire.tags import TagMap
 
@@ -224,7 +224,7 @@ def connect_world(
         facts=semantics,
         headers_ahead=prefetch.headers,
         payloads_ahead=prefetch.slots,
-        version=__version__,
+        version=installed_version(),
         host=machine,
         pid=pid,
     )
