@@ -10,10 +10,9 @@ end the peer's goodbye, and fillers behind it, complete every receive that is st
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from commlayer.device.payload import ReceivePayload
 from commlayer.errors import CommError, ErrorKind, OperationRef, PeerLost
 from commlayer.lanes.context import LaneContext, LaneOwner, driver_died
+from commlayer.lanes.headers import HeaderBuffer, PostedHeader
 from commlayer.lanes.payload import PayloadReceiver
 from commlayer.progress.claim import Claim
 from commlayer.progress.operation import LaneKey, Operation
@@ -37,28 +37,6 @@ from commlayer.wire.reader import HeaderReader, Incoming
 from commlayer.wire.tags import CONTROL_LANE, TagMap
 
 _VALUES = (Kind.OBJECT, Kind.TENSOR_DICT)
-
-
-class _Header:
-    """A buffer for one header message, posted again and again.
-
-    A message may be shorter than a header.  What the buffer holds behind it is then
-    the header before, whose sequence number is over, or at first nothing.
-    """
-
-    __slots__ = ("address", "tensor", "view")
-
-    def __init__(self, size: int) -> None:
-        with torch.inference_mode(False):
-            self.tensor = torch.empty((size,), dtype=torch.uint8, device="cpu")
-            self.tensor[:PREFIX_BYTES].zero_()
-        self.address = self.tensor.data_ptr()
-        self.view = memoryview((ctypes.c_ubyte * size).from_address(self.address)).cast("B")
-
-
-class _PostedHeader(NamedTuple):
-    header: _Header
-    work: Any
 
 
 class RecvLane:
@@ -95,7 +73,7 @@ class RecvLane:
         self._closing = False
         self._error: CommError | None = None
         self._ended = False
-        self._posted: deque[_PostedHeader] = deque()
+        self._posted: deque[PostedHeader] = deque()
         self._payload = PayloadReceiver(
             context.endpoint, self._receive, context.serial, self._where
         )
@@ -207,11 +185,11 @@ class RecvLane:
             inline_bytes = 0 if self.key.name == CONTROL_LANE else self._context.config.inline_bytes
             if not self._on_demand:
                 for _ in range(self._prefetch.headers):
-                    self._post_header(_Header(capacity(inline_bytes)))
+                    self._post_header(HeaderBuffer(capacity(inline_bytes)))
             while True:
                 if self._on_demand:
                     yield from self._until_wanted()
-                    self._post_header(_Header(capacity(inline_bytes)))
+                    self._post_header(HeaderBuffer(capacity(inline_bytes)))
                 header, work = self._posted[0]
                 yield NativeWork(self._endpoint, work)
                 del work  # it keeps the header's buffer, which is posted again
@@ -247,13 +225,13 @@ class RecvLane:
         except Exception as error:
             self._owner.transport_failed(error)
 
-    def _post_header(self, header: _Header) -> None:
-        self._posted.append(_PostedHeader(header, self._receive(header.tensor, 0)))
+    def _post_header(self, header: HeaderBuffer) -> None:
+        self._posted.append(PostedHeader(header, self._receive(header.tensor, 0)))
 
     def _receive(self, buffer: Tensor, slot: int) -> Any:
         return self._endpoint.irecv(buffer, self.key.peer, TagMap.payload(self._tag, slot))
 
-    def _read(self, header: _Header) -> Generator[NativeWork | Wait, None, Incoming | None]:
+    def _read(self, header: HeaderBuffer) -> Generator[NativeWork | Wait, None, Incoming | None]:
         """Read what arrived; ``None`` for a goodbye."""
         prefix = self._reader.prefix(header.view)
         end = PREFIX_BYTES

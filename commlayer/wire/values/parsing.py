@@ -36,11 +36,8 @@ class Parsed:
         self._root = root
         self._failure = failure
         keys = root.keys() if type(root) is _Deferred else None
-        self.reusable = (
-            keys is not None
-            and all(type(key) is str for key in keys)
-            and all(type(item) is _Hole for item in root.items)
-        )
+        is_flat = keys is not None and all(type(item) is _Hole for item in root.items)
+        self.reusable = is_flat and all(type(key) is str for key in keys or ())
         """Whether `build` may be called again: the value is a dict of str to tensors."""
 
     def build(self, tensors: Sequence[Tensor], operation: About) -> Any:
