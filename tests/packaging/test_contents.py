@@ -70,8 +70,9 @@ def test_it_holds_one_package_and_every_module_of_it(wheel: zipfile.ZipFile) -> 
 
 
 def test_entry_points_name_modules_of_the_wheel(wheel: zipfile.ZipFile) -> None:
-    lines = metadata(wheel, "entry_points.txt").decode().splitlines()
-    for line in lines:
+    if not any(name.endswith("/entry_points.txt") for name in wheel.namelist()):
+        return  # the adapters are imported by those who use them
+    for line in metadata(wheel, "entry_points.txt").decode().splitlines():
         if "=" in line:
             module = line.split("=")[1].strip().partition(":")[0].replace(".", "/")
             assert {f"{module}.py", f"{module}/__init__.py"} & set(wheel.namelist()), line
