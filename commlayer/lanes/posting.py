@@ -95,11 +95,13 @@ class Posting:
             raise error.concerning(operation)
         name = key.channel, key.tag
         lane = peer.sends.get(name) or peer.open_send_lane(name)
-        self._admit(operation, outgoing)
         try:
+            self._admit(operation, outgoing)
             lane.post(operation, outgoing)
-        except CommError:
-            self._ledger.remove(operation)
+        except BaseException as error:
+            # A signal handler may raise at any point: what has not been entered has not happened.
+            if isinstance(error, CommError) or operation.driven is None:
+                self._ledger.remove(operation)
             raise
         return self._handle(operation)
 
@@ -120,14 +122,17 @@ class Posting:
             lane = self._peers[key.peer].open_recv_lane((key.channel, key.tag))
         except CommError as error:
             raise error.concerning(operation) from error.__cause__
-        self._ledger.admit(operation)
-        handle = self._handle(operation) if operation.step >= 0 else self._held(operation)
         try:
+            self._ledger.admit(operation)
+            handle = self._handle(operation) if operation.step >= 0 else self._held(operation)
             lane.claim(claim)
-        except CommError:
-            self._ledger.remove(operation)
+            return handle
+        except BaseException as error:
+            # Without a handle the next message would go to nobody.
+            lane.take_back(claim)
+            if isinstance(error, CommError) or operation.driven is None:
+                self._ledger.remove(operation)
             raise
-        return handle
 
     def operation(
         self, call: str, peer: int, direction: str, kind: Kind, tag: int | str
@@ -277,9 +282,12 @@ class Posting:
         if target is not None:
             self._memory.check_target(target, operation)
         operation.step = state.step
-        handle = self.receive_claim(self._claim(operation, kind, target, size, number))
-        state.step += 1
-        return handle
+        claim, step = self._claim(operation, kind, target, size, number), state.step
+        try:
+            return self.receive_claim(claim)
+        finally:
+            if operation.driven is not None:
+                state.step = step + 1
 
     def _lane(self, peer: int, direction: str) -> LaneKey:
         return LaneKey(self._broadcast_channel, peer, direction, BROADCAST)
@@ -308,27 +316,37 @@ class Posting:
 
     def _fan_out(self, operations: Sequence[Operation], outgoing: Outgoing) -> list[Handle]:
         """Post one message to every peer; a peer that is lost fails its own handle only."""
-        admitted: list[Operation] = []
+        step = self._broadcasts.step
         try:
             for operation in operations:
-                operation.step = self._broadcasts.step
+                operation.step = step
                 self._admit(operation, outgoing)
-                admitted.append(operation)
                 self._peers[operation.lane.peer].prepare_send(operation.lane.name)
-        except CommError:
+            self._broadcasts.step = step + 1
+        except BaseException:
             # Nothing was posted: the broadcast did not happen, and may be tried again.
-            for operation in admitted:
+            self._broadcasts.step = step
+            for operation in operations:
                 self._ledger.remove(operation)
             raise
-        self._broadcasts.step += 1
-        for operation in operations:
-            key = operation.lane
-            try:
-                lane = self._peers[key.peer].open_send_lane((key.channel, key.tag))
-                lane.post(operation, outgoing)
-            except CommError as error:
-                self._ledger.fail(operation, error)
+        try:
+            for operation in operations:
+                self._post_part(operation, outgoing)
+        except BaseException:
+            # A signal handler raised.  Ranks must not disagree on whether there was a broadcast.
+            for operation in operations:
+                if operation.driven is None and not operation.settled:
+                    self._post_part(operation, outgoing)
+            raise
         return [self._handle(operation) for operation in operations]
+
+    def _post_part(self, operation: Operation, outgoing: Outgoing) -> None:
+        """Post a broadcast to one peer; where that fails, its handle does."""
+        try:
+            peer = self._peers[operation.lane.peer]
+            peer.open_send_lane(operation.lane.name).post(operation, outgoing)
+        except CommError as error:
+            self._ledger.fail(operation, error)
 
 
 def checked_tag(tag: int | str) -> str:

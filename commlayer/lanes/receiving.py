@@ -23,6 +23,7 @@ from commlayer.lanes.context import LaneContext, LaneOwner, driver_died
 from commlayer.lanes.headers import HeaderBuffer, PostedHeader
 from commlayer.lanes.payload import PayloadReceiver
 from commlayer.progress.claim import Claim
+from commlayer.progress.interrupts import came_by_signal, interrupted
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.procedure import NativeWork, Procedure, Wait
 from commlayer.wire.frame import (
@@ -154,31 +155,53 @@ class RecvLane:
         error: CommError | None = None
         # Before the claim counts: without a driver nothing would ever be received for it.
         self._context.progress.start(self)
-        claim.operation.driven = self
         if self._device_payload is not None and claim.at_most > 0 and self._error is None:
             self._device_payload.post_ahead(claim.at_most)
+        try:
+            with self._lock:
+                if self._arrived and claim.leaves(self._arrived[0]):
+                    left = self._arrived[0]
+                elif self._arrived:
+                    incoming = self._arrived[0]
+                    self._taken += 1
+                    self._arrived.popleft()
+                    claim.operation.driven = self
+                    if self._device_payload is not None:
+                        if self._device_payload.defer(claim, incoming):
+                            incoming = None
+                        self._device_payload.defer_goodbye(self._arrived)
+                elif self._error is not None:
+                    error = self._error.again()
+                else:
+                    claim.operation.driven = self
+                    self._claims.append(claim)
+            if left is not None:
+                self._match(claim, left)
+            elif incoming is not None:
+                self._settle(claim, incoming)
+            elif error is not None:
+                self._context.ledger.fail(claim.operation, error)
+                return
+            self.wake()
+        except BaseException:
+            self.take_back(claim, incoming)
+            raise
+
+    def take_back(self, claim: Claim, incoming: Incoming | None = None) -> None:
+        """Undo a claim of which nobody has the handle, unless it has been served.
+
+        `incoming` is the message that it was being served with.
+        """
+        operation = claim.operation
         with self._lock:
-            if self._arrived and claim.leaves(self._arrived[0]):
-                left = self._arrived[0]
-            elif self._arrived:
-                incoming = self._arrived.popleft()
-                self._taken += 1
-                if self._device_payload is not None:
-                    if self._device_payload.defer(claim, incoming):
-                        incoming = None
-                    self._device_payload.defer_goodbye(self._arrived)
-            elif self._error is not None:
-                error = self._error.again()
-            else:
-                self._claims.append(claim)
-        if left is not None:
-            self._match(claim, left)
-        elif incoming is not None:
-            self._settle(claim, incoming)
-        elif error is not None:
-            self._context.ledger.fail(claim.operation, error)
-            return
-        self.wake()
+            if claim in self._claims:
+                self._claims.remove(claim)
+                operation.driven = None
+            elif incoming is not None and not operation.settled:
+                if not (self._arrived and self._arrived[0] is incoming):
+                    self._arrived.appendleft(incoming)
+                    self._taken -= 1
+                operation.driven = None
 
     def steps(self) -> Procedure:
         try:
@@ -223,7 +246,10 @@ class RecvLane:
         except MemoryError:
             self._break(protocol_error(self._where, "this rank has no memory to read a header"))
         except Exception as error:
-            self._owner.transport_failed(error)
+            if came_by_signal(error):
+                self._break(interrupted(self.name, error))
+            else:
+                self._owner.transport_failed(error)
 
     def _post_header(self, header: HeaderBuffer) -> None:
         self._posted.append(PostedHeader(header, self._receive(header.tensor, 0)))

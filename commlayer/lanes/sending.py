@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ from torch import Tensor
 from commlayer.device.payload import SendPayload
 from commlayer.errors import CommError
 from commlayer.lanes.context import LaneContext, LaneOwner, driver_died
+from commlayer.progress.interrupts import came_by_signal, interrupted
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.procedure import NativeWork, Procedure, Wait
 from commlayer.wire.frame import UNSLOTTED, Kind
-from commlayer.wire.message import UNPLANNED, Outgoing, SentSchemas, plain
+from commlayer.wire.message import UNPLANNED, Outgoing, SendPlan, SentSchemas, plain
 from commlayer.wire.tags import TagMap
 
 _LINGER = 0.01
@@ -36,15 +37,20 @@ _LINGERS = 5
 is woken: an engine that sends every step never pays for a wake-up, an idle one costs nothing."""
 
 
-class _InFlight(NamedTuple):
+class _InFlight:
     """A message on its way: what is still to be completed, and what must live until then.
 
-    `entries` are native works, or on serial lanes what is still to be posted.
+    `entries` are native works, or on serial lanes what is still to be posted.  All are there
+    once it is `posted`.
     """
 
-    operation: Operation
-    entries: deque[Any]
-    messages: Sequence[tuple[Tensor, int]]
+    __slots__ = ("entries", "messages", "operation", "posted")
+
+    def __init__(self, operation: Operation, messages: Sequence[tuple[Tensor, int]]) -> None:
+        self.operation = operation
+        self.entries: deque[Any] = deque()
+        self.messages = messages
+        self.posted = False
 
 
 class SendLane:
@@ -73,9 +79,15 @@ class SendLane:
         # lock is taken under it; it comes after the payload's `turn` and the peer's lock.
         self._lock = context.runtime.lock()
         self._wake = context.runtime.event()
+        # Every message is in `_queue` until it completes, and in `_outbox` until it is posted.
         self._outbox: deque[_InFlight] = deque()
-        self._posting = False
+        self._poster: Operation | None = None
+        """That of the thread which posts all that is in the outbox; ``None`` while it is empty."""
+        self._abandoned = False
+        """Whether an interrupt took that thread away: the driver posts the rest."""
         self._queue: deque[_InFlight] = deque()
+        self._ahead: dict[int, int] = {}
+        """How many receives the peer has posted ahead on each slot that was used."""
         # What a failed post may have handed to the transport: it is kept for good.
         self._stranded: list[Any] = []
         device = context.device
@@ -95,7 +107,6 @@ class SendLane:
         return (
             self._current is not None
             or bool(self._queue)
-            or bool(self._outbox)
             or (self._payload is not None and bool(self._payload.pending))
         )
 
@@ -114,7 +125,6 @@ class SendLane:
 
         Raises the lane's error if it has failed, and what posting raises.
         """
-        operation.driven = self
         if self._payload is None:
             self._post_host(operation, outgoing)
             return
@@ -128,18 +138,52 @@ class SendLane:
         # an idle lane may have none, and one that becomes idle meanwhile is woken afterwards.
         if self._idle:
             self._context.progress.start(self)
-        with self._lock:
-            if self._error is not None:
-                raise self._error.concerning(operation)
-            mine = self._enqueue(operation, self._messages(outgoing))
+        try:
+            with self._lock:
+                if self._error is not None:
+                    raise self._error.concerning(operation)
+                self._enter(operation, outgoing)
+            if self._poster is operation:
+                self._post_outbox(operation)
+        except BaseException:
+            # A signal handler may have raised anywhere.  What was entered is posted all the same.
+            if self._poster is operation:
+                self._abandoned = True
+                self.wake()
+            raise
+
+    def _enter(self, operation: Operation, outgoing: Outgoing) -> None:
+        """Number the message and enter it, or leave everything as it was.  Under the lock."""
+        number, ahead = self._sequence, self._ahead
+        try:
+            plan = self._schemas.plan(outgoing.layout, outgoing.value)
+            messages = self._messages(outgoing, plan)
             if self._payload is not None and outgoing.device_payload:
                 self._payload.expect(operation, outgoing)
-        if mine:
-            self._post_outbox(operation)
+            if plan.slot > UNSLOTTED and ahead.get(plan.slot) != len(outgoing.payload):
+                self._ahead = {**ahead, plan.slot: len(outgoing.payload)}
+            self._enqueue(operation, messages)
+        except BaseException:
+            self._ahead = ahead
+            self._take_back(operation, number)
+            raise
 
-    def _messages(self, outgoing: Outgoing) -> list[tuple[Tensor, int]]:
+    def _take_back(self, operation: Operation, number: int) -> None:
+        if self._queue and self._queue[-1].operation is operation:
+            self._queue.pop()
+        if self._outbox and self._outbox[-1].operation is operation:
+            self._outbox.pop()
+        if self._poster is operation:
+            self._poster = None
+        self._sequence = number
+        operation.sequence = -1
+        operation.driven = None
+        # The peer may not know what this had begun to number.  From here on nothing is named, and
+        # no slot is given away.
+        self._schemas = SentSchemas(0)
+
+    def _messages(self, outgoing: Outgoing, plan: SendPlan) -> list[tuple[Tensor, int]]:
         """The native messages of `outgoing` in order, each with its tag."""
-        plan = self._schemas.plan(outgoing.layout, outgoing.value)
         head, body = outgoing.head(self._sequence, plan)
         messages = [(head, self._tag)]
         if body is not None:
@@ -150,60 +194,83 @@ class SendLane:
             messages.extend((payload, tag) for payload in outgoing.payload)
         return messages
 
-    def _enqueue(self, operation: Operation, messages: list[tuple[Tensor, int]]) -> bool:
-        """Give the message its number and its place; whether the caller is to post the outbox.
+    def _enqueue(self, operation: Operation, messages: list[tuple[Tensor, int]]) -> None:
+        """Give the message its number and its place; make it the poster's if nobody posts.
 
-        False if another thread is doing so.  Called under the lock.
+        Called under the lock.
         """
+        operation.driven = self
         operation.sequence = self._sequence
-        self._sequence += 1
         operation.retained = messages
-        self._outbox.append(_InFlight(operation, deque(), messages))
-        mine = not self._posting
-        self._posting = True
-        return mine
+        entered = _InFlight(operation, messages)
+        self._queue.append(entered)
+        self._outbox.append(entered)
+        if self._poster is None:
+            self._poster = operation
+        self._sequence += 1
 
-    def _post_outbox(self, mine: Operation) -> None:
+    def _post_outbox(self, mine: Operation | None) -> None:
         """Post what is in the outbox.  Raises where `mine` cannot be posted."""
         while True:
-            posted = self._outbox[0]
-            failure = self._post_native(posted)
             with self._lock:
-                self._outbox.popleft()
-                if failure is None:
-                    self._queue.append(posted)
-                more = failure is None and bool(self._outbox) and not self.stuck
-                self._posting = more
+                while self._outbox and self._outbox[0].posted:
+                    self._outbox.popleft()
+                if not self._outbox or self.stuck:
+                    self._poster = None
+                    break
+                entry = self._outbox[0]
+            failure = self._post_native(entry)
             if failure is not None:
-                self._post_failed(posted, failure, mine)
+                self._post_failed(entry, failure, mine)
                 return
-            if not more:
-                break
         if self._idle or not self._linger:
             self.wake()
 
     def _post_native(self, posted: _InFlight) -> BaseException | None:
         if self._context.serial:
-            posted.entries.extend(posted.messages)
+            if not posted.entries:
+                posted.entries.extend(posted.messages)
+            posted.posted = True
             return None
         works, peer, isend = posted.entries, self.key.peer, self._endpoint.isend
         try:
             for message, tag in posted.messages:
                 works.append(isend(message, peer, tag))
         except BaseException as error:
+            if len(works) == len(posted.messages):
+                posted.posted = True  # an interrupt after the last of them
+                raise
             self._stranded.append(posted)
             return error
+        posted.posted = True
         return None
 
-    def _post_failed(self, posted: _InFlight, failure: BaseException, mine: Operation) -> None:
-        cause = failure if isinstance(failure, Exception) else RuntimeError(repr(failure))
-        error = self._owner.transport_failed(cause)
-        if posted.operation is not mine:
-            self._context.ledger.fail(posted.operation, error, quarantine=True)
-        elif isinstance(failure, Exception):
-            raise error from failure
-        if not isinstance(failure, Exception):
+    def _post_failed(
+        self, entry: _InFlight, failure: BaseException, mine: Operation | None
+    ) -> None:
+        with self._lock:
+            # Never to be posted: the lane has failed with what is behind it.
+            given_up = [each.operation for each in self._outbox]
+            while self._outbox:
+                self._queue.remove(self._outbox.pop())
+            self._poster = None
+        error = self._failed(failure)
+        for operation in given_up:
+            if operation is not mine or came_by_signal(failure):
+                self._context.ledger.fail(operation, error.again(), quarantine=True)
+        if came_by_signal(failure):
             raise failure
+        if entry.operation is mine:
+            raise error from failure
+
+    def _failed(self, failure: BaseException) -> CommError:
+        """The error of a native call: of the peer, or of the lane alone after an interrupt."""
+        if isinstance(failure, Exception) and not came_by_signal(failure):
+            return self._owner.transport_failed(failure)
+        error = interrupted(self.name, failure)
+        self.fail(error, stuck=True)
+        self.stuck = True
+        return error.again()
 
     def _post_device(self, operation: Operation, outgoing: Outgoing) -> None:
         payload = self._payload
@@ -239,14 +306,18 @@ class SendLane:
     def steps(self) -> Procedure:
         quiet = 0
         while True:
-            while not self._queue:
-                if self._finishing and not self._outbox:
+            while not self._ready:
+                if self._abandoned:
+                    self._abandoned = False
+                    self._post_outbox(None)
+                    continue
+                if self._finishing and not self._queue:
                     return
                 self._wake.clear()
                 # Read by posters: only an idle lane has to be woken.  The queue is looked at
                 # after it was set, so that a message which saw it unset is not missed.
                 self._idle = not self._linger or quiet >= _LINGERS
-                if not self._queue and (self._outbox or not self._finishing):
+                if not (self._ready or self._abandoned) and (self._queue or not self._finishing):
                     yield Wait(self._wake, None if self._idle else self._linger * 2**quiet)
                     quiet += 1
             quiet = 0
@@ -273,7 +344,7 @@ class SendLane:
                     yield step
                     del step
             except Exception as error:
-                self._owner.transport_failed(error)
+                self._failed(error)
                 return
             self._current = None
             operation = posted.operation
@@ -281,6 +352,11 @@ class SendLane:
             self._context.ledger.complete(operation)
             del operation
             yield None
+
+    @property
+    def _ready(self) -> bool:
+        """Whether the oldest message is posted."""
+        return bool(self._queue) and self._queue[0].posted
 
     def _unnoticed(self) -> bool:
         """Whether nobody asks for the oldest send."""
@@ -301,7 +377,7 @@ class SendLane:
                 self._error = error
             current = self._current
             pending = [current] if current is not None else []
-            pending += [posted.operation for posted in (*self._queue, *self._outbox)]
+            pending += [posted.operation for posted in self._queue]
             if self._payload is not None:
                 pending += [o for o in self._payload.pending if o not in pending]
             pending = [operation for operation in pending if operation.sequence >= since]
@@ -323,9 +399,10 @@ class SendLane:
             if self._finishing:
                 return
             self._error = self._error or error
-            mine = goodbye is not None and self._enqueue(goodbye, self._goodbye())
+            if goodbye is not None:
+                self._enqueue(goodbye, self._goodbye())
             self._finishing = True
-        if mine and goodbye is not None:
+        if goodbye is not None and self._poster is goodbye:
             self._post_outbox(goodbye)
         self.wake()
 
@@ -334,7 +411,7 @@ class SendLane:
         outgoing = plain(Kind.GOODBYE) if self._payload is None else self._payload.goodbye()
         head, _ = outgoing.head(self._sequence, UNPLANNED)
         messages = [(head, self._tag), *_fillers(self._prefetch.headers - 1, self._tag)]
-        for slot, count in self._schemas.in_use():
+        for slot, count in self._ahead.items():
             messages.extend(_fillers(count, TagMap.payload(self._tag, slot)))
         return messages
 

@@ -81,22 +81,35 @@ class Ledger:
 
     def _try_admit(self, operation: Operation, exempt: bool) -> bool:
         with self._lock:
-            if not self._reaping.background:
-                self._reap_all()
-            lane = self._lanes.get(operation.lane)
-            if lane is None:
-                lane = self._lanes[operation.lane] = deque()
-            if operation.lane.direction == "send":
-                if not (exempt or not lane or self._has_room(operation.nbytes)):
-                    return False
-                self._sends += 1
-                self._bytes += operation.nbytes
-                self._peak_sends = max(self._peak_sends, self._sends)
-                self._peak_bytes = max(self._peak_bytes, self._bytes)
-            lane.append(operation)
-            if self.observer is not None:
-                self.observer.posted(operation)
-            return True
+            try:
+                return self._enter(operation, exempt)
+            except BaseException:
+                self._recount()
+                raise
+
+    def _enter(self, operation: Operation, exempt: bool) -> bool:
+        if not self._reaping.background:
+            self._reap_all()
+        lane = self._lanes.get(operation.lane)
+        if lane is None:
+            lane = self._lanes[operation.lane] = deque()
+        if operation.lane.direction == "send":
+            if not (exempt or not lane or self._has_room(operation.nbytes)):
+                return False
+            self._sends += 1
+            self._bytes += operation.nbytes
+            self._peak_sends = max(self._peak_sends, self._sends)
+            self._peak_bytes = max(self._peak_bytes, self._bytes)
+        lane.append(operation)
+        if self.observer is not None:
+            self.observer.posted(operation)
+        return True
+
+    def _recount(self) -> None:
+        """Count what is listed: a signal handler has interrupted a change of both."""
+        sends = [o for key, lane in self._lanes.items() if key.direction == "send" for o in lane]
+        self._sends = len(sends)
+        self._bytes = sum(operation.nbytes for operation in sends)
 
     def _has_room(self, nbytes: int) -> bool:
         config = self._config
@@ -193,31 +206,60 @@ class Ledger:
         ends: bool = False,
     ) -> bool:
         """`ends` says that a part of the operation has left the transport."""
-        with self._lock:
-            if ends:
-                operation.parts -= 1
+        try:
+            with self._lock:
+                # Before anybody can see that it is settled, and let go of its handle.
+                holder = operation.holder
+                wasted = error is None and holder is not None and holder() is None
+                settles = self._mark_settled(operation, value, error, quarantine, ends=ends)
+                pending = not operation.settled
+        except BaseException:
+            # A signal handler raised in between: what it cut short is done here.
+            with self._lock:
+                self._recount()
             if operation.settled:
-                if operation.parts <= 0:
-                    self._quarantine.pop(id(operation), None)
-                return False
-            if operation.parts and error is None:
-                if self._reaping.background:
-                    self._reap(operation.lane)
-                return True
-            # Before anybody can see that it is settled, and let go of its handle.
-            holder = operation.holder
-            wasted = error is None and holder is not None and holder() is None
-            operation.value = value
-            operation.error = error
-            operation.settled = True
-            if self.observer is not None:
-                self.observer.settled(operation)
-            if quarantine:
-                self._quarantine[id(operation)] = operation
+                self._tell(operation)
+            raise
+        if settles:
+            self._tell(operation)
+            if wasted:
+                self._taken_by_nobody(operation)
+        return settles or pending
+
+    def _mark_settled(
+        self,
+        operation: Operation,
+        value: Any,
+        error: CommError | None,
+        quarantine: bool,
+        *,
+        ends: bool,
+    ) -> bool:
+        if ends:
+            operation.parts -= 1
+        if operation.settled:
+            if operation.parts <= 0:
+                self._quarantine.pop(id(operation), None)
+            return False
+        if operation.parts and error is None:
             if self._reaping.background:
                 self._reap(operation.lane)
-            else:
-                self._notify()
+            return False
+        operation.value = value
+        operation.error = error
+        operation.settled = True
+        if self.observer is not None:
+            self.observer.settled(operation)
+        if quarantine:
+            self._quarantine[id(operation)] = operation
+        if self._reaping.background:
+            self._reap(operation.lane)
+        else:
+            self._notify()
+        return True
+
+    def _tell(self, operation: Operation) -> None:
+        """Wake who waits for an operation that is settled."""
         event = operation.event
         if event is not None:
             event.set()
@@ -225,9 +267,6 @@ class Ledger:
             operation.notify()
         if operation.callbacks:
             self._run(operation)
-        if wasted:
-            self._taken_by_nobody(operation)
-        return True
 
     def when_settled(self, operation: Operation, callback: Callable[[], object]) -> None:
         """Call `callback` once, when `operation` is settled: now, if it is.
@@ -303,12 +342,12 @@ class Ledger:
             self._reap_all()
 
     def remove(self, operation: Operation) -> None:
-        """Take back an operation that was entered and then not posted."""
+        """Take back an operation that was not posted, if it was entered."""
         with self._lock:
-            try:
-                self._lanes[operation.lane].remove(operation)
-            except ValueError:
-                return  # its post failed and took the peer's operations with it, this one too
+            lane = self._lanes.get(operation.lane, ())
+            if operation not in lane:
+                return  # not entered, or its post failed and took the peer's operations with it
+            self._lanes[operation.lane].remove(operation)
             operation.settled = True
             self._release(operation)
             self._notify()
@@ -326,8 +365,12 @@ class Ledger:
         except Exception:
             logger.exception("commlayer: reaping policy %r", self._reaping.name)
             return
-        for _ in range(count):
-            self._release(lane.popleft())
+        try:
+            for _ in range(count):
+                self._release(lane.popleft())
+        except BaseException:
+            self._recount()
+            raise
         if count:
             self._notify()
 

@@ -57,7 +57,7 @@ MUTANTS = {
         "core_bound", "gloo", {FailureKind.ERROR},
     ),
     "two threads post at once": (
-        SendLane, "_enqueue", "mine = not self._posting", "mine = True",
+        SendLane, "_enqueue", "if self._poster is None:", "if True:",
         "core_two_threads_post", "gloo", {FailureKind.ERROR, FailureKind.DEADLOCK},
     ),
     "a question that waits is never asked": (

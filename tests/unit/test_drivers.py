@@ -59,6 +59,8 @@ def test_a_post_without_a_thread_has_not_happened(
 ) -> None:
     hub = Hub(3, semantics)
     with connected(hub=hub, wait_mode=wait_mode) as (a, b, c):
+        # The library's own lanes listen, each rank's to both others.
+        assert eventually(lambda: hub.posted["recv"] >= 6)
         posted = hub.posted.copy()
         with no_new_thread(monkeypatch):
             for _ in range(2):
