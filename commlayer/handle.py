@@ -271,3 +271,13 @@ def wait_all(handles: Iterable[Handle[Any]], timeout: float | None = None) -> li
     """
     deadline = Deadline(time.monotonic, checked_timeout(timeout))
     return [handle.result(deadline.remaining()) for handle in list(handles)]
+
+
+def within(handle: Handle[T_co], timeout: float | None) -> T_co:
+    """The result of `handle`; a receive that is too late is withdrawn."""
+    try:
+        return handle.result(timeout)
+    except CommTimeout as error:
+        if not handle.cancel():
+            error.handle = handle
+        raise

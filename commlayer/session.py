@@ -150,6 +150,8 @@ class Session:
 
     def track(self, work: Any, retain: Any, channel: str) -> Handle[None]:
         """A handle for work that was started elsewhere; see `Communicator.track`."""
+        if self.connection.closed is not None:
+            raise self.connection.closed.again()
         site = calling_site() if self.config.record_sites else None
         where = channel, self.connection.rank
         return Handle(self.tracker.track(work, retain, where, site), self.tracker.completion)

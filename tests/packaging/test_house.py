@@ -77,3 +77,8 @@ def test_no_class_has_the_name_of_another() -> None:
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(path.relative_to(ROOT).as_posix())
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+    assert {name: length for name, length in lengths.items() if length > 450} == {}
