@@ -179,3 +179,24 @@ def _size(at_most: int) -> str:
 
 def _broadcast(step: int) -> str:
     return f"broadcast {step}" if step >= -1 else f"step {-2 - step}"
+
+
+def no_memory(operation: Operation, nbytes: int) -> CommError:
+    """The error of a receive for whose message this rank has no memory."""
+    return CommError(
+        ErrorKind.PROTOCOL,
+        operation.describe(),
+        f"this rank has no memory for {nbytes} bytes of the message",
+        "Send less at once, or receive into memory that is there; this message is lost, later ones "
+        "are not",
+    )
+
+
+def not_built(operation: Operation, failure: Exception) -> CommError:
+    """The error of a receive whose value raised `failure`."""
+    return CommError(
+        ErrorKind.PROTOCOL,
+        operation.describe(),
+        f"the value cannot be built ({type(failure).__name__}: {failure})",
+        "See the cause; this message is lost, later ones are not",
+    )

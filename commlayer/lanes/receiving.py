@@ -19,6 +19,7 @@ from torch import Tensor
 
 from commlayer.device.payload import ReceivePayload
 from commlayer.errors import CommError, ErrorKind, OperationRef, PeerLost
+from commlayer.lanes.claims import no_memory, not_built
 from commlayer.lanes.context import LaneContext, LaneOwner, driver_died
 from commlayer.lanes.headers import HeaderBuffer, PostedHeader
 from commlayer.lanes.payload import PayloadReceiver
@@ -361,7 +362,7 @@ class RecvLane:
                 self._context.ledger.fail(operation, error)
                 return False
         if incoming.lost_bytes:
-            self._context.ledger.fail(operation, _no_memory(operation, incoming.lost_bytes))
+            self._context.ledger.fail(operation, no_memory(operation, incoming.lost_bytes))
             return False
         operation.nbytes = incoming.nbytes
         return True
@@ -380,15 +381,7 @@ class RecvLane:
         except CommError as failure:
             self._context.ledger.fail(operation, failure)
         except Exception as failure:
-            self._context.ledger.fail(
-                operation,
-                CommError(
-                    ErrorKind.PROTOCOL,
-                    operation.describe(),
-                    f"the value cannot be built ({type(failure).__name__}: {failure})",
-                    "See the cause; this message is lost, later ones are not",
-                ),
-            )
+            self._context.ledger.fail(operation, not_built(operation, failure))
         return None
 
     def _end(self) -> None:
@@ -455,13 +448,3 @@ class RecvLane:
 
     def abandon(self, error: BaseException) -> None:
         self._break(driver_died(self.name, error))
-
-
-def _no_memory(operation: Operation, nbytes: int) -> CommError:
-    return CommError(
-        ErrorKind.PROTOCOL,
-        operation.describe(),
-        f"this rank has no memory for {nbytes} bytes of the message",
-        "Send less at once, or receive into memory that is there; this message is lost, later ones "
-        "are not",
-    )

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -37,20 +38,17 @@ _LINGERS = 5
 is woken: an engine that sends every step never pays for a wake-up, an idle one costs nothing."""
 
 
-class _InFlight:
+class _InFlight(msgspec.Struct, eq=False):
     """A message on its way: what is still to be completed, and what must live until then.
 
     `entries` are native works, or on serial lanes what is still to be posted.  All are there
     once it is `posted`.
     """
 
-    __slots__ = ("entries", "messages", "operation", "posted")
-
-    def __init__(self, operation: Operation, messages: Sequence[tuple[Tensor, int]]) -> None:
-        self.operation = operation
-        self.entries: deque[Any] = deque()
-        self.messages = messages
-        self.posted = False
+    operation: Operation
+    messages: Sequence[tuple[Tensor, int]]
+    entries: deque[Any] = msgspec.field(default_factory=deque)
+    posted: bool = False
 
 
 class SendLane:
@@ -142,7 +140,19 @@ class SendLane:
             with self._lock:
                 if self._error is not None:
                     raise self._error.concerning(operation)
-                self._enter(operation, outgoing)
+                number, ahead = self._sequence, self._ahead
+                try:
+                    plan = self._schemas.plan(outgoing.layout, outgoing.value)
+                    messages = self._messages(outgoing, plan)
+                    if self._payload is not None and outgoing.device_payload:
+                        self._payload.expect(operation, outgoing)
+                    if plan.slot > UNSLOTTED and ahead.get(plan.slot) != len(outgoing.payload):
+                        self._ahead = {**ahead, plan.slot: len(outgoing.payload)}
+                    self._enqueue(operation, messages)
+                except BaseException:
+                    self._ahead = ahead
+                    self._take_back(operation, number)
+                    raise
             if self._poster is operation:
                 self._post_outbox(operation)
         except BaseException:
@@ -152,23 +162,8 @@ class SendLane:
                 self.wake()
             raise
 
-    def _enter(self, operation: Operation, outgoing: Outgoing) -> None:
-        """Number the message and enter it, or leave everything as it was.  Under the lock."""
-        number, ahead = self._sequence, self._ahead
-        try:
-            plan = self._schemas.plan(outgoing.layout, outgoing.value)
-            messages = self._messages(outgoing, plan)
-            if self._payload is not None and outgoing.device_payload:
-                self._payload.expect(operation, outgoing)
-            if plan.slot > UNSLOTTED and ahead.get(plan.slot) != len(outgoing.payload):
-                self._ahead = {**ahead, plan.slot: len(outgoing.payload)}
-            self._enqueue(operation, messages)
-        except BaseException:
-            self._ahead = ahead
-            self._take_back(operation, number)
-            raise
-
     def _take_back(self, operation: Operation, number: int) -> None:
+        """Undo what was begun for a message.  Under the lock."""
         if self._queue and self._queue[-1].operation is operation:
             self._queue.pop()
         if self._outbox and self._outbox[-1].operation is operation:

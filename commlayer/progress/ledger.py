@@ -16,15 +16,16 @@ from collections.abc import Callable
 from typing import Any
 
 from commlayer.config import CommConfig
-from commlayer.errors import CommError, CommTimeout, ErrorKind
+from commlayer.errors import CommError, CommTimeout
 from commlayer.progress.deadline import Deadline
 from commlayer.progress.engine import ProgressEngine
+from commlayer.progress.lifetime import overwritten
 from commlayer.progress.observer import Observer
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.reaping import ReapingPolicy
 from commlayer.progress.retention import DeviceHold
 from commlayer.progress.runtime import Event, Runtime
-from commlayer.progress.snapshot import Snapshot, view
+from commlayer.progress.snapshot import Snapshot, full, view
 
 logger = logging.getLogger("commlayer")
 
@@ -82,28 +83,25 @@ class Ledger:
     def _try_admit(self, operation: Operation, exempt: bool) -> bool:
         with self._lock:
             try:
-                return self._enter(operation, exempt)
+                if not self._reaping.background:
+                    self._reap_all()
+                lane = self._lanes.get(operation.lane)
+                if lane is None:
+                    lane = self._lanes[operation.lane] = deque()
+                if operation.lane.direction == "send":
+                    if not (exempt or not lane or self._has_room(operation.nbytes)):
+                        return False
+                    self._sends += 1
+                    self._bytes += operation.nbytes
+                    self._peak_sends = max(self._peak_sends, self._sends)
+                    self._peak_bytes = max(self._peak_bytes, self._bytes)
+                lane.append(operation)
+                if self.observer is not None:
+                    self.observer.posted(operation)
             except BaseException:
                 self._recount()
                 raise
-
-    def _enter(self, operation: Operation, exempt: bool) -> bool:
-        if not self._reaping.background:
-            self._reap_all()
-        lane = self._lanes.get(operation.lane)
-        if lane is None:
-            lane = self._lanes[operation.lane] = deque()
-        if operation.lane.direction == "send":
-            if not (exempt or not lane or self._has_room(operation.nbytes)):
-                return False
-            self._sends += 1
-            self._bytes += operation.nbytes
-            self._peak_sends = max(self._peak_sends, self._sends)
-            self._peak_bytes = max(self._peak_bytes, self._bytes)
-        lane.append(operation)
-        if self.observer is not None:
-            self.observer.posted(operation)
-        return True
+            return True
 
     def _recount(self) -> None:
         """Count what is listed: a signal handler has interrupted a change of both."""
@@ -153,16 +151,7 @@ class Ledger:
         with self._lock:
             sends = [o for lane in self._lanes.values() for o in lane if o.lane.direction == "send"]
             held = f"{self._sends} sends and {self._bytes} bytes are in flight"
-        oldest = min(sends, key=lambda o: o.posted_at, default=None)
-        age = f", for {self._runtime.now() - oldest.posted_at:.1f} s" if oldest else ""
-        cause = f"{held}; the oldest is {oldest.describe()}{age}" if oldest else held
-        return CommError(
-            ErrorKind.FULL,
-            operation.describe(),
-            cause,
-            "See why its receiver does not receive, or raise max_inflight_ops, "
-            "max_inflight_bytes or full_timeout",
-        )
+        return full(operation, sends, held, self._runtime.now())
 
     def complete(self, operation: Operation, value: Any = None) -> bool:
         """Settle as complete, if no other part of it is pending.  False if already settled.
@@ -174,7 +163,7 @@ class Ledger:
         """
         fingerprint = operation.fingerprint
         if fingerprint is not None and fingerprint.changed():
-            return self._settle(operation, None, _overwritten(operation), ends=True)
+            return self._settle(operation, None, overwritten(operation.describe()), ends=True)
         return self._settle(operation, value, None, ends=True)
 
     def complete_device_part(self, operation: Operation, value: Any = None) -> None:
@@ -421,14 +410,8 @@ class Ledger:
 
     def pending_sends(self) -> list[Operation]:
         """Sends that are not settled, oldest first."""
-        with self._lock:
-            pending = [
-                operation
-                for lane in self._lanes.values()
-                for operation in lane
-                if operation.lane.direction == "send" and not operation.settled
-            ]
-        return sorted(pending, key=lambda operation: operation.posted_at)
+        sends = [o for o in self.pending() if o.lane.direction == "send"]
+        return sorted(sends, key=lambda operation: operation.posted_at)
 
     def close_after_fork(self, error: CommError) -> None:
         """Settle everything with `error`, and list it no more: after a fork, in the child.
@@ -465,13 +448,3 @@ class Ledger:
                 peak_bytes=self._peak_bytes,
                 quarantined=tuple(view(operation, now) for operation in self._quarantine.values()),
             )
-
-
-def _overwritten(operation: Operation) -> CommError:
-    return CommError(
-        ErrorKind.LIFETIME,
-        operation.describe(),
-        "a source tensor was overwritten while the send was in flight; the peer may have got "
-        "either value",
-        "Wait for the handle before the source is written again, or use retention = 'copy_on_post'",
-    )

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from commlayer.errors import About, CommError, ErrorKind
 from commlayer.wire.tensors import bytes_of, has_memory
 
 if TYPE_CHECKING:
@@ -39,3 +40,14 @@ def _state(tensor: Tensor) -> tuple[int, int] | None:
     if not has_memory(tensor):
         return None
     return tensor.data_ptr(), zlib.crc32(bytes_of(tensor)) if tensor.nbytes else 0
+
+
+def overwritten(about: About) -> CommError:
+    """The error of a send whose source has changed while it was in flight."""
+    return CommError(
+        ErrorKind.LIFETIME,
+        about,
+        "a source tensor was overwritten while the send was in flight; the peer may have got "
+        "either value",
+        "Wait for the handle before the source is written again, or use retention = 'copy_on_post'",
+    )

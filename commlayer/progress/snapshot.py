@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from commlayer.errors import CommError, ErrorKind
 from commlayer.progress.operation import Operation
 
 
@@ -58,4 +60,18 @@ def view(operation: Operation, now: float) -> OperationView:
         age=now - operation.posted_at,
         state=state,
         site=operation.site,
+    )
+
+
+def full(operation: Operation, sends: Sequence[Operation], held: str, now: float) -> CommError:
+    """The error of an `operation` for which the bounds leave no room beside `sends`."""
+    oldest = min(sends, key=lambda o: o.posted_at, default=None)
+    age = f", for {now - oldest.posted_at:.1f} s" if oldest else ""
+    cause = f"{held}; the oldest is {oldest.describe()}{age}" if oldest else held
+    return CommError(
+        ErrorKind.FULL,
+        operation.describe(),
+        cause,
+        "See why its receiver does not receive, or raise max_inflight_ops, "
+        "max_inflight_bytes or full_timeout",
     )
