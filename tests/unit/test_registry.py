@@ -79,7 +79,7 @@ def test_two_added_backends_of_one_name_are_ambiguous(registry):
     ("attribute", "value", "cause"),
     [
         ("name", "", "named ''"),
-        ("name", "auto", "named 'auto'"),
+        ("name", "auto", "calls its backend 'auto'"),
         ("plugin_api", (0, 0), "plugin API 0"),
         ("semantics", None, "semantics None"),
         ("priority", None, "priority None"),
