@@ -398,7 +398,7 @@ RESERVED_ENVIRONMENT = frozenset({"CONFIG", "VLLM"})
 """Variables with the prefix that are not keys: the file, and what enables commlayer-vllm."""
 
 
-_OF_A_SERVICE = re.compile(
+OF_A_SERVICE = re.compile(
     r"(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
 )
 """What Kubernetes and Docker links set in every container for a service whose name begins with
@@ -418,7 +418,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
         suffix = variable[len(ENVIRONMENT_PREFIX) :]
         if suffix in RESERVED_ENVIRONMENT:
             continue
-        if variable not in keys and _OF_A_SERVICE.fullmatch(suffix):
+        if variable not in keys and OF_A_SERVICE.fullmatch(suffix):
             continue
         if variable not in keys:
             raise _unknown(variable, "environment", list(keys))
