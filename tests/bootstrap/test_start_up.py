@@ -319,7 +319,7 @@ def few_descriptors(spare: int) -> None:
     here.say(said)
 
 
-@pytest.mark.parametrize("spare", [*range(0, 20, 2), 30])
+@pytest.mark.parametrize("spare", [0, 1, 3, 6, 10, 14, 30])
 def test_too_few_descriptors_are_named(ranks: Ranks, spare: int) -> None:
     """On the rank that has too few, wherever it runs out, and by the others."""
     first, second = ranks.spawn(few_descriptors, 2, spare, finalize=False)
