@@ -80,6 +80,9 @@ class Vendor:
             class Options:
                 _timeout = timedelta()
 
+                def __init__(self) -> None:
+                    self.config = SimpleNamespace()  # NCCL's own
+
             def __new__(cls, store: Named, rank: int, size: int, options: Options) -> Any:
                 return vendor.group(store, rank, size, options._timeout)
 
