@@ -157,6 +157,9 @@ class _AloneWork:
     def is_completed(self) -> bool:
         return self._event.query()
 
+    def exception(self) -> None:
+        return None
+
 
 class SimulatedMachine:
     """`gpu.machine.Machine` for one rank of a world."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from commlayer.backend import Endpoint, Transport, World
 from commlayer.semantics import Completion, DroppedWork, Poll, Semantics
+from commlayer.wire.tags import BROADCAST, TagMap
 from mutants.mutant import HANGS, PEER_LOST, SPOILT, Mutant
 from mutants.relay import (
     ControlNeverMatched,
@@ -370,9 +371,10 @@ class DamagesHalfMiB(_Damages):
         return nbytes == 512 * KIB
 
 
-class DamagesLowTags(_Damages):
+class DamagesBroadcasts(_Damages):
     def damages(self, nbytes: int, tag: int) -> bool:
-        return nbytes > 16 * KIB and tag < 1 << 18
+        header = TagMap(()).native("broadcast", BROADCAST)
+        return nbytes > 16 * KIB and tag in {TagMap.payload(header, slot) for slot in range(8)}
 
 
 class DamagesTheTwentieth(_Damages):
@@ -716,7 +718,7 @@ MUTANTS = (
          "L2-peers-independent", says=HANGS),
     _lie("p-wrong-source", "among four ranks a receive takes the message of another",
          WrongSource, "L2-peers-independent", says=f"{HANGS}|got other bytes"),
-    _lie("p-damages-low-tags", "large messages of tags below 2^18 are damaged", DamagesLowTags,
+    _lie("p-damages-broadcasts", "large broadcasts are damaged", DamagesBroadcasts,
          "L2-broadcast", says="got another broadcast"),
     _lie("p-damages-values", "the last byte of a message of 512 KiB is another", DamagesHalfMiB,
          "L2-values", says="other bytes arrived"),

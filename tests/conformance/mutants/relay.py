@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from commlayer.backend import Endpoint, Transport, World
+from commlayer.wire.tags import CONTROL_LANE, TagMap
 
 TAG_BITS = 18
 """Of a native tag, below the number of the channel: see `commlayer.wire.tags`."""
@@ -75,8 +76,8 @@ class ControlNeverMatched(Relay):
     """Sends on the lane of the library's own messages go to a tag where nobody receives."""
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Any:
-        lost = tag % (1 << TAG_BITS) == 2
-        return super().isend(tensor, dst, tag | 1 << 29 if lost else tag)
+        lost = tag == TagMap(()).native(*CONTROL_LANE)
+        return super().isend(tensor, dst, tag | 1 << 18 if lost else tag)
 
 
 class WrongSource(Relay):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch import Tensor
 from commlayer.backend import Backend, Transport
 from commlayer.backend import World as BackendWorld
 from commlayer.semantics import Order, Poll, PostMayBlock, Semantics, Threads
+from commlayer.wire.tags import BROADCAST, TagMap
 from mutants.mutant import Mutant
 from mutants.relay import (
     ControlNeverMatched,
@@ -234,7 +235,7 @@ class _OvertakesAbove(Relay):
     """With more than `above` sends waiting for their match, the last two change places."""
 
     above = 0
-    tags = range(1 << 30)
+    tags: Container[int] = range(1 << 30)
 
     def isend(self, tensor: Tensor, dst: int, tag: int) -> Any:
         work = super().isend(tensor, dst, tag)
@@ -254,9 +255,9 @@ class OvertakesAboveFour(_OvertakesAbove):
     above = 4
 
 
-class OvertakesOnLowTags(_OvertakesAbove):
+class OvertakesInBroadcasts(_OvertakesAbove):
     above = 1
-    tags = range(1 << 18)
+    tags = (TagMap(()).native("broadcast", BROADCAST),)
 
 
 class ShortMessageNotEnough(Relay):
@@ -349,6 +350,9 @@ class _Unordered:
     def is_completed(self) -> bool:
         return self.inner.is_completed()
 
+    def exception(self) -> Any:
+        return self.inner.exception()
+
 
 class _OrdersDefault(_Unordered):
     def wait(self, timeout: Any = None) -> bool:
@@ -423,8 +427,8 @@ MUTANTS = (
            _on(GLOO, HighTagBitsIgnored), ("L1-channels-independent",), "error|deadlock|abort"),
     Mutant("wrong-source", "among three ranks a receive takes the message of another",
            _on(GLOO, WrongSource), ("L1-peers-independent",), "error|deadlock|abort"),
-    Mutant("overtakes-on-low-tags", "messages of tags below 2^18 overtake each other",
-           _on(GLOO, OvertakesOnLowTags), ("L1-broadcast",), "error|abort"),
+    Mutant("overtakes-in-broadcasts", "headers of broadcasts overtake each other",
+           _on(GLOO, OvertakesInBroadcasts), ("L1-broadcast",), "error|abort"),
     Mutant("short-not-enough", "a message shorter than the buffer does not complete the receive",
            _on(GLOO, ShortMessageNotEnough), ("L1-size-mismatch",), "deadlock"),
     Mutant("unread-send-completes", "a send that nobody takes for half a second is let go of",
