@@ -48,7 +48,7 @@ def tokens_of(rank: Rank, value: int, *shape: int) -> torch.Tensor | None:
 
 def receiving(rank: Rank) -> bool:
     """Whether a receive of the declared size is with the transport."""
-    return bool(rank.endpoint("sim_device/broadcast/broadcast.reserved/up/0-1").pending())
+    return bool(rank.endpoint("commlayer/sim_device/broadcast/broadcast.reserved/up/0-1").pending())
 
 
 def until_receiving(rank: Rank) -> None:

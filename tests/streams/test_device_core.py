@@ -204,7 +204,7 @@ def test_capture_refuses_posting_and_waiting(monkeypatch: pytest.MonkeyPatch) ->
                 refused()
             assert caught.value.kind is ErrorKind.UNSUPPORTED
         assert not handle.is_completed()
-        assert not rank.endpoint("sim_device/data/0/up/0-1").pending()
+        assert not rank.endpoint("commlayer/sim_device/data/0/up/0-1").pending()
         capturing[0] = False
         use(rank, handle.result(), 3)
 
