@@ -265,6 +265,7 @@ def native_collectives() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.xfail(reason="a tracked work may be looked at too late, see the next")
 def test_native_collectives_are_released_without_a_wait(ranks: Ranks) -> None:
     ranks.run(native_collectives, 2)
 
