@@ -7,6 +7,7 @@ or not the operation has run.  So the work is held and asked, by the engines tha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
@@ -117,12 +118,16 @@ class _StreamWork(_Work):
         return over
 
 
+_NUMBERS = itertools.count()
+
+
 class _Tracking:
     """The one step of a tracked operation, as its engine sees it."""
 
     def __init__(self, tracker: Tracker, operation: Tracked, source: Any, work: Any) -> None:
         self.operation = operation
-        self.name = f"track {operation.lane.tag}"
+        # Not the slot alone: one is free again, and taken, before its engine has let go of it.
+        self.name = f"track {operation.lane.tag}.{next(_NUMBERS)}"
         self.reports: str = source.reports
         self._tracker = tracker
         self._step: NativeWork | None = NativeWork(source, work)

@@ -265,12 +265,10 @@ def native_collectives() -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.xfail(reason="a tracked work may be looked at too late, see the next")
 def test_native_collectives_are_released_without_a_wait(ranks: Ranks) -> None:
     ranks.run(native_collectives, 2)
 
 
-@pytest.mark.xfail(reason="a work of many may be looked at too late")
 def test_many_works_in_any_order_leave_nothing() -> None:
     with connected(1, EXACT) as (comm,):
         works = [Work() for _ in range(20)]
