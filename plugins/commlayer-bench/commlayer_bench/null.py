@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from commlayer_testkit.local import MemoryStore
 from torch import Tensor
 
 from commlayer.backend import Backend, Endpoint, Transport, Viability, World
@@ -55,7 +56,7 @@ def semantics(poll: Poll) -> Semantics:
 def connected(poll: Poll, **settings: Any) -> Iterator[Communicator]:
     """Rank 0 of two that are connected by nothing, both in this process."""
     backend = _NullBackend(poll)
-    store = _MemoryStore()
+    store = MemoryStore()
     config = CommConfig(**settings)
 
     def connect(rank: int) -> Communicator:
@@ -71,20 +72,6 @@ def connected(poll: Poll, **settings: Any) -> Iterator[Communicator]:
         backend.cut.set()
         for comm in comms:
             comm.close()
-
-
-class _MemoryStore:
-    def __init__(self) -> None:
-        self._items: dict[str, bytes] = {}
-
-    def set(self, key: str, value: bytes) -> None:
-        self._items[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self._items[key]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._items for key in keys)
 
 
 class _NullEndpoint(Endpoint):
