@@ -441,8 +441,8 @@ MUTANTS = (
     Mutant("sends-not-ordered", "the native wait of a device send orders no stream",
            _on(NCCL, OnlyReceivesOrdered), ("L1-wait-usable",), "overwritten|use_after_free"),
     Mutant("large-not-ordered", "the native wait of a device send of 64 bytes orders no stream",
-           _on(HCCL_CONNECTED, LargeNotOrdered), ("L1-completed-exact",),
+           _on(HCCL_CONNECTED, LargeNotOrdered), ("L1-wait-usable",),
            "overwritten|use_after_free"),
     Mutant("side-stream-not-ordered", "the native wait orders the default stream only",
-           _on(HCCL, DefaultStreamOrdered), ("L1-alive",), "use_after_free|early_read|error"),
+           _on(HCCL, DefaultStreamOrdered), ("L1-wait-usable",), "use_after_free|early_read|error"),
 )  # fmt: skip

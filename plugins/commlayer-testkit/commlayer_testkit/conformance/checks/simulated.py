@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+from commlayer.communicator import Communicator
 from commlayer.errors import ErrorKind
 from commlayer.handle import Handle
 from commlayer_testkit.conformance.checks.tools import expect_error, expires
@@ -56,19 +57,27 @@ def post_returns(lab: Lab) -> None:
 
 @rule(Level.L1, "wait-usable")
 def wait_usable(lab: Lab) -> None:
-    """A source that travels without a copy is overwritten after each wait; results are used."""
+    """Sources of two sizes, that travel without a copy, are overwritten after each wait; results
+    are used.  Where there is a device, then again on a side stream."""
 
-    def body(stage: Stage, rank: Rank) -> None:
-        comm = stage.connect(rank, inline_bytes=0)
+    def exchange(stage: Stage, rank: Rank, comm: Communicator, size: int) -> None:
         if rank.index == 0:
-            hidden = stage.source(rank, 0)
+            hidden = stage.source(rank, 0, size)
             for step in (1, 2):
                 stage.overwrite(rank, hidden, step)
                 comm.isend(hidden, 1).wait()
             stage.overwrite(rank, hidden, 9)
         else:
             for step in (1, 2):
-                stage.expect(rank, comm.recv(stage.target(rank), 0), step)
+                stage.expect(rank, comm.recv(stage.target(rank, size), 0), step)
+
+    def body(stage: Stage, rank: Rank) -> None:
+        comm = stage.connect(rank, inline_bytes=0)
+        exchange(stage, rank, comm, 16)
+        exchange(stage, rank, comm, 64)
+        if stage.on_device:
+            with rank.device.stream("side"):
+                exchange(stage, rank, comm, 16)
 
     lab.explore(body)
 
