@@ -139,8 +139,8 @@ class Lanes(Protocol):
 class LaneMaker:
     """Makes the communicators of one rank's device lanes, one after the other.
 
-    `tell` posts a message to a peer and returns at once.  `want`, `hear` and `forget` are
-    called from any thread.
+    `tell` posts a message to a peer and returns at once.  `want`, `hear`, `forget` and
+    `once_made` are called from any thread.
     """
 
     def __init__(
@@ -162,6 +162,8 @@ class LaneMaker:
         self._leading: deque[tuple[int, Flow]] = deque()
         self._invited: deque[tuple[int, Flow]] = deque()
         self._answers: dict[tuple[int, Flow], str | None] = {}
+        self._unmade: set[tuple[int, Flow]] = set()
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._gone: set[int] = set()
         self._wake: Event = runtime.event()
         self._running = False
@@ -185,6 +187,7 @@ class LaneMaker:
         if (peer, flow) in self._known:
             return
         self._known.add((peer, flow))
+        self._unmade.add((peer, flow))
         leads = self._transport.rank < peer
         (self._leading if leads else self._asking).append((peer, flow))
         self._go_on()
@@ -197,7 +200,13 @@ class LaneMaker:
             return
         if message.stage == "ready":
             self._known.add(wanted)
+            self._unmade.add(wanted)
             self._invited.append(wanted)
+        elif self._transport.rank > peer:
+            # It leads, and nobody here waits for what it says to a wish.
+            self._lanes.refused(peer, wanted[1], message.cause)
+            self._is_over(*wanted)
+            return
         else:
             self._answers[wanted] = message.cause if message.stage == "refuse" else None
         self._go_on()
@@ -205,7 +214,35 @@ class LaneMaker:
     def forget(self, peer: int) -> None:
         """Wait no more for `peer`, which is lost or has closed."""
         self._gone.add(peer)
+        for each in list(self._unmade):
+            if each[0] == peer:
+                self._is_over(*each)
         self._wake.set()
+
+    def once_made(self, peer: int, then: Callable[[], None]) -> None:
+        """Call `then` once no communicator with `peer` is wanted that has not been made.
+
+        On this thread, or on one of the maker's.  Until then a message about one may follow,
+        in either direction.
+        """
+        self._waiting.append((peer, then))
+        self._call_back()
+
+    def _is_over(self, peer: int, flow: Flow) -> None:
+        """The lane has been made or refused, or never will be."""
+        self._unmade.discard((peer, flow))
+        self._call_back()
+
+    def _call_back(self) -> None:
+        for each in list(self._waiting):
+            peer, then = each
+            if any(other == peer for other, _ in list(self._unmade)):
+                continue
+            try:
+                self._waiting.remove(each)
+            except ValueError:
+                continue  # another thread calls it
+            then()
 
     def stop(self) -> None:
         """Make no more."""
@@ -234,6 +271,7 @@ class LaneMaker:
         cause = self._lanes.accept(peer, flow)
         if cause:
             self._say(peer, flow, "refuse", cause)
+            self._is_over(peer, flow)
         else:
             self._say(peer, flow, "go")
             self._make(peer, flow)
@@ -243,6 +281,7 @@ class LaneMaker:
         if cause:
             # Asked by the peer: it has to hear that nothing comes.
             self._say(peer, flow, "refuse", cause)
+            self._is_over(peer, flow)
             return
         self._say(peer, flow, "ready")
         if not self._until(peer, lambda: (peer, flow) in self._answers):
@@ -252,6 +291,7 @@ class LaneMaker:
             self._make(peer, flow)
         else:
             self._lanes.refused(peer, flow, refused)
+            self._is_over(peer, flow)
 
     def _say(self, peer: int, flow: Flow, stage: str, cause: str = "") -> None:
         self._tell(peer, OpenLane((flow.channel, flow.tag), flow.up, stage, cause))
@@ -266,6 +306,7 @@ class LaneMaker:
             except Exception as error:
                 self._lanes.not_made(peer, flow, error)
             finally:
+                self._is_over(peer, flow)
                 made.set()
                 self._wake.set()
 

@@ -10,7 +10,7 @@ side may begin, or both at once; a `Bye` and a `ByeAck` say the same things.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from commlayer.errors import CommError, CommTimeout, ErrorKind, PeerLost, connection_with
 from commlayer.lanes.context import LaneContext
@@ -49,14 +49,30 @@ class Closing:
     def hear(self, peer: Peer, message: Bye | ByeAck) -> None:
         """Act on the goodbye of `peer`, or on its answer to this rank's."""
         if isinstance(message, Bye):
-            self._answer(peer, message)
-        self._part(peer, message)
-        peer.part()
+            error = _why(peer, message)
+            self._keep(peer, message.sent)
+            peer.close(error)
 
-    def _answer(self, peer: Peer, message: Bye) -> None:
-        error = _why(peer, message)
-        self._keep(peer, message.sent)
-        peer.close(error)
+        def end() -> None:
+            if isinstance(message, Bye):
+                self._answer(peer, message, error)
+            self._part(peer, message)
+            peer.part()
+
+        self._once_made(peer, end)
+
+    def _once_made(self, peer: Peer, then: Callable[[], None]) -> None:
+        """Call `then` once the ranks agree on no device lane any more.
+
+        They do so over the control lane: its goodbye comes after.
+        """
+        device = self._context.device
+        if device is None:
+            then()
+        else:
+            device.maker.once_made(peer.rank, then)
+
+    def _answer(self, peer: Peer, message: Bye, error: CommError) -> None:
         with peer.lock:
             lanes = list(peer.sends.items())
         taken = dict(message.receives)
@@ -133,9 +149,11 @@ class Closing:
         if drain:
             self._tell_unasked_broadcasts()
         patience = timeout - min(_FAREWELL, timeout / 4) if drain else 0.0
-        undelivered = self._drain(Deadline(runtime.now, patience))
+        draining = Deadline(runtime.now, patience)
+        undelivered = self._drain(draining)
         blame = self._blame(failure)
         for peer in peers:
+            self._await_device_lanes(peer, draining)
             self._say_bye(peer, closed, blame)
         if device is not None:
             device.advance()
@@ -203,6 +221,17 @@ class Closing:
         for operation in pending:
             ledger.wait(operation, deadline.remaining())
         return [each for each in pending if not each.settled or _refused(each)]
+
+    def _await_device_lanes(self, peer: Peer, deadline: Deadline) -> None:
+        made = self._context.runtime.event()
+
+        def wake() -> None:
+            made.set()
+            if self._context.device is not None:
+                self._context.device.notify()
+
+        self._once_made(peer, wake)
+        self._block(made, deadline.remaining())
 
     def _say_bye(self, peer: Peer, closed: CommError, blame: Blame | None) -> None:
         with peer.lock:

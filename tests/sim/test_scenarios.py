@@ -25,14 +25,6 @@ def pairs(names: set[str], *, fails: bool) -> list[tuple[Scenario, str]]:
     ]
 
 
-_UNCURED = "a close that meets the making of a device lane waits for ever in some schedules"
-CLOSES_WHILE_OPENING = {
-    "core_device_close": _UNCURED,
-    "core_device_close_unclaimed": _UNCURED,
-}
-"""Scenarios that the library does not survive yet."""
-
-
 def ids(value: object) -> str:
     return value.name if isinstance(value, Scenario) else str(value)
 
@@ -56,11 +48,7 @@ def test_cure_survives_exploring(scenario: Scenario, on: str) -> None:
 
 
 @pytest.mark.parametrize(("scenario", "on"), pairs(CORE, fails=False), ids=ids)
-def test_core_keeps_its_promises(
-    scenario: Scenario, on: str, request: pytest.FixtureRequest
-) -> None:
-    if scenario.name in CLOSES_WHILE_OPENING:
-        request.applymarker(pytest.mark.xfail(reason=CLOSES_WHILE_OPENING[scenario.name]))
+def test_core_keeps_its_promises(scenario: Scenario, on: str) -> None:
     for strategy, budget in (("random", 10), ("pct", 5)):
         report = explore(scenario, on=on, strategy=strategy, budget=BUDGET or budget)  # type: ignore[arg-type]
         assert report.failure is None, str(report)

@@ -86,7 +86,26 @@ def refused_by_the_receiver(rank: Rank) -> None:
     rank.device.synchronize()
 
 
-@pytest.mark.parametrize("body", [beyond_the_budget, refused_by_the_receiver])
+def refused_by_the_lower_receiver(rank: Rank) -> None:
+    """The same where the rank that leads the making of lanes is the one that has none left."""
+    comm, peer = connect_device(rank, GLOO, max_device_lanes=1 + rank.index), 1 - rank.index
+    if rank.index == 1:
+        comm.isend(rank.arena.full(1, 8), peer, 1)
+        refused = comm.isend(rank.arena.full(2, 8), peer, 2)
+        with pytest.raises(CommError, match=r"rank 0 has none for it: all 1 device lanes"):
+            refused.synchronize(100)
+        comm.isend(rank.arena.full(3, 8), peer, 1)
+    else:
+        comm.recv(None, peer, 1)
+        with pytest.raises(CommError, match=r"all 1 device lanes of rank 0"):
+            comm.irecv(None, peer, 2).synchronize(100)
+        comm.recv(None, peer, 1)
+    rank.device.synchronize()
+
+
+@pytest.mark.parametrize(
+    "body", [beyond_the_budget, refused_by_the_receiver, refused_by_the_lower_receiver]
+)
 @pytest.mark.parametrize("on", ["nccl", "hccl", "xccl"])
 def test_beyond_the_budget_an_operation_fails_and_names_it(body: object, on: str) -> None:
     report = searched(body, on, ranks=2, budget=10)  # type: ignore[arg-type]
