@@ -504,19 +504,22 @@ def core_device_close(world: World) -> None:
 @scenario(*DEVICE)
 @on_ranks(2, Quiet)
 def core_device_close_unclaimed(rank: Rank, quiet: Quiet) -> None:
-    """Two messages that nobody asks for: both ends close in time, and the sender is told."""
+    """Two messages that nobody asks for behind one that is received: both ends close in time."""
     comm, peer = quiet.connect(rank), 1 - rank.index
     if rank.index == 1:
+        use(rank, comm.recv_tensor_dict(peer)["x"], 1)  # from here on the lane receives ahead
         comm.channel("control").recv_object(peer)
         comm.close(timeout=60.0)
+        assert rank.runtime.now() < 1.0, "close waited for its limit"
         return
-    handles = [comm.isend_tensor_dict({"x": rank.arena.full(1, NBYTES)}, peer) for _ in "ab"]
+    handles = [comm.isend_tensor_dict({"x": rank.arena.full(1, NBYTES)}, peer) for _ in "abc"]
     comm.channel("control").send_object("posted", peer)
     try:
         comm.close(timeout=20.0)
     except CommError as error:
         if error.kind is not ErrorKind.CLOSED:
             raise
+    assert rank.runtime.now() < 1.0, "close waited for its limit"
     assert all(handle.is_completed() for handle in handles)
 
 
