@@ -157,8 +157,8 @@ $(VENV)/.bench: $(REQUIREMENTS) | $(BIN)/python
 	@touch $@
 
 VLLM_PLUGIN := plugins/commlayer-vllm
-# What starts ranks in tests, and the benchmark that compares with vLLM's coordinator.
-VLLM_TOOLS := -e plugins/commlayer-testkit -e plugins/commlayer-bench
+# What starts ranks in tests, the benchmark that compares with vLLM's coordinator, and what both need.
+VLLM_TOOLS := $(addprefix -e plugins/commlayer-,testkit bench tools metrics)
 
 $(VLLM_VENV)/.installed: $(VLLM_PLUGIN)/constraints.txt $(VLLM_PLUGIN)/pyproject.toml
 	@echo "Installing vLLM (3.5 GB) into $(VLLM_VENV)"

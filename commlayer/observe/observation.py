@@ -6,13 +6,14 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, ErrorKind
 from commlayer.lanes.connection import Connection
 from commlayer.observe.diagnosis import diagnose
 from commlayer.observe.events import EventObserver, StallEvent
+from commlayer.observe.exporter import Exporter, load_exporter
 from commlayer.observe.inquiry import Inquiry
 from commlayer.observe.recorder import LOCAL_SIZE, Identity, Recorder, file_name, write
 from commlayer.observe.report import Report
@@ -21,9 +22,6 @@ from commlayer.observe.spans import FanOut, Sink, Spans
 from commlayer.observe.stall import StallWatch, Watchdog
 from commlayer.observe.survey import Survey
 from commlayer.progress.observer import Observer
-
-if TYPE_CHECKING:
-    from commlayer.observe.metrics import Metrics
 
 logger = logging.getLogger("commlayer")
 
@@ -69,7 +67,7 @@ class Observation:
             StallWatch(config.stall_timeout, self._may_idle) if config.stall_timeout else None
         )
         self._recorder: Recorder | None = None
-        self._metrics: Metrics | None = None
+        self._metrics: Exporter | None = None
         self._spans: Spans | None = None
         self._events: EventObserver | None = None
         self._path: Path | None = None
@@ -85,9 +83,8 @@ class Observation:
             if config.trace_dir:
                 self._path = Path(config.trace_dir, self._file)
         if config.metrics:
-            from commlayer.observe.metrics import Metrics
-
-            self._metrics = Metrics(connection, backend, config.name, config.idle_channels)
+            make = load_exporter()
+            self._metrics = make(connection, backend, config.name, config.idle_channels)
             sinks.append(self._metrics)
         if sinks:
             self._spans = Spans(now, sinks)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from commlayer.errors import CommError, ErrorKind
+from commlayer.errors import ErrorKind
 from commlayer.observe.spans import Span
 from commlayer.progress.operation import Operation
 
@@ -197,28 +197,3 @@ def write(dump: Dump, path: Path) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_bytes(msgspec.json.encode(dump))
     beside.replace(path)
-
-
-def read(path: Path) -> Dump:
-    """Read what `write` wrote.  Raises `CommError` (CONFIG) for anything else."""
-    operation = f"read {path}"
-    cure = "Name files that commlayer has dumped"
-    try:
-        data = path.read_bytes()
-        version = msgspec.json.decode(data, type=_Version).schema
-        if version == SCHEMA:
-            return msgspec.json.decode(data, type=Dump)
-    except OSError as error:
-        raise CommError(ErrorKind.CONFIG, operation, str(error), cure) from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CommError(ErrorKind.CONFIG, operation, f"it is no dump ({error})", cure) from error
-    raise CommError(
-        ErrorKind.CONFIG,
-        operation,
-        f"it has schema {version}, this commlayer reads {SCHEMA}",
-        "Read it with the version of commlayer that wrote it",
-    )
-
-
-class _Version(msgspec.Struct):
-    schema: int

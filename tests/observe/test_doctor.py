@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from commlayer_tools.doctor import agreement, machine, selftest
+from commlayer_tools.doctor.agreement import Credentials, compare
+from commlayer_tools.doctor.checks import Check, Diagnosis
 from ranks import here
 from ranks.pool import Ranks
 from typer.testing import CliRunner, Result
 
 from commlayer.cli import build
-from commlayer.doctor import agreement, machine, selftest
-from commlayer.doctor.agreement import Credentials, compare
-from commlayer.doctor.checks import Check, Diagnosis
 from commlayer.registry import Registry, default_registry
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from commlayer_testkit.local import Hub, connected, eventually
+from commlayer_metrics.figures import BUCKETS, Histogram
+from commlayer_testkit.local import Hub, connect_rank, connected, eventually
 
 from commlayer import CommError, Communicator, ErrorKind
-from commlayer.observe.metrics import BUCKETS, Histogram
+from commlayer.observe import exporter
 
 prometheus = pytest.importorskip("prometheus_client", reason="the extra `metrics` is missing")
 multiprocess = pytest.importorskip("prometheus_client.multiprocess")
@@ -204,6 +205,14 @@ connect_rank(Hub(1), 0, metrics=True)
     )
     assert "pip install 'commlayer[metrics]'" in said.stderr
     assert ErrorKind.UNSUPPORTED.value in said.stderr.lower() or "not installed" in said.stderr
+
+
+def test_without_the_distribution_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exporter.importlib.metadata, "entry_points", lambda group: [])
+    with pytest.raises(CommError, match=r"pip install 'commlayer\[metrics\]'"):
+        connect_rank(Hub(1), 0, metrics=True)
 
 
 SEVERAL_PROCESSES = """

@@ -24,6 +24,7 @@ from commlayer_testkit.local import (
     connect_rank,
     connected,
 )
+from commlayer_tools.trace import read
 
 from commlayer import CommError, Communicator, ErrorKind
 from commlayer.hooks import hookimpl
@@ -74,7 +75,7 @@ def test_times_are_in_order(semantics: Semantics, reaping: str, tmp_path: Path) 
         exchange(*comms)
         for comm in comms:
             comm.ledger.reap()
-        dumps = [recorder.read(comm.dump(tmp_path)) for comm in comms]
+        dumps = [read(comm.dump(tmp_path)) for comm in comms]
     for rank, dump in enumerate(dumps):
         assert (dump.who.rank, dump.who.world_size, dump.who.backend) == (rank, 2, "local")
         began, ended = dump.clocks
@@ -105,7 +106,7 @@ def test_the_ring_keeps_the_last_and_counts_the_rest(tmp_path: Path) -> None:
             a.isend_object(step, 1)
             assert b.recv_object(0) == step
         a.drain(20)
-        dump = recorder.read(a.dump(tmp_path))
+        dump = read(a.dump(tmp_path))
     assert [record.sequence for record in dump.records] == [7, 8, 9]
     assert dump.forgotten == 7
 
@@ -113,7 +114,7 @@ def test_the_ring_keeps_the_last_and_counts_the_rest(tmp_path: Path) -> None:
 def test_what_is_pending_is_dumped_as_open(tmp_path: Path) -> None:
     with connected(recorder_size=8) as (a, b):
         handle = a.irecv_object(1)
-        dump = recorder.read(a.dump(tmp_path))
+        dump = read(a.dump(tmp_path))
         assert [(r.kind, r.peer, r.settled) for r in dump.open] == [("irecv_object", 1, 0.0)]
         b.send_object(1, 0)
         handle.wait(20)
@@ -128,7 +129,7 @@ def test_an_operation_that_cannot_be_posted_leaves_nothing(tmp_path: Path) -> No
         for _ in range(20):
             with pytest.raises(CommError):
                 a.send_object("y", 1)
-        assert recorder.read(a.dump(tmp_path)).open == ()
+        assert read(a.dump(tmp_path)).open == ()
 
 
 def test_a_failure_is_dumped_and_close_dumps_again(tmp_path: Path) -> None:
@@ -139,12 +140,12 @@ def test_a_failure_is_dumped_and_close_dumps_again(tmp_path: Path) -> None:
         with pytest.raises(CommError, match="the peer sent an object"):
             handle.wait(20)
         path = wait_for(folder, "*rank1.json")
-        dump = recorder.read(path)
+        dump = read(path)
         assert dump.reason == "an operation failed (protocol)"
         assert [r.error for r in dump.records if r.error] == ["protocol"]
     names = sorted(path.name for path in folder.iterdir())
     assert len(names) == 2
-    assert {recorder.read(folder / name).reason for name in names} == {"closed"}
+    assert {read(folder / name).reason for name in names} == {"closed"}
 
 
 def wait_for(folder: Path, pattern: str) -> Path:
@@ -170,7 +171,7 @@ def test_files_that_are_no_dumps_are_refused(tmp_path: Path, data: bytes) -> Non
     path = tmp_path / "x.json"
     path.write_bytes(data)
     with pytest.raises(CommError, match="no dump") as caught:
-        recorder.read(path)
+        read(path)
     assert caught.value.kind is ErrorKind.CONFIG
 
 
@@ -178,7 +179,7 @@ def test_another_schema_is_refused_by_number(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(b'{"schema": 99, "new": true}')
     with pytest.raises(CommError, match="schema 99"):
-        recorder.read(path)
+        read(path)
 
 
 def test_a_sink_that_fails_is_logged_and_harms_nothing(
@@ -191,7 +192,7 @@ def test_a_sink_that_fails_is_logged_and_harms_nothing(
     monkeypatch.setattr(recorder.Recorder, "waited", fails)
     with connected(recorder_size=8) as comms:
         exchange(*comms)
-        assert recorder.read(comms[0].dump(tmp_path)).open == ()
+        assert read(comms[0].dump(tmp_path)).open == ()
     assert "ZeroDivisionError: a sink" in caplog.text
 
 

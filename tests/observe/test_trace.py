@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from commlayer_tools.timeline import page
+from commlayer_tools.trace import Trace, chrome, join, load
 from ranks import here
 from ranks.pool import Ranks
 
 from commlayer import CommError, ErrorKind
 from commlayer.observe import recorder
 from commlayer.observe.recorder import SCHEMA, Blocked, Clock, Dump, Identity, Record
-from commlayer.observe.timeline import page
-from commlayer.observe.trace import Trace, chrome, join, load
 
 STEPS = 5
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from importlib.metadata import EntryPoint, version
+from importlib.metadata import EntryPoint, entry_points, version
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -17,6 +18,8 @@ from commlayer.backend import PLUGIN_API, Backend, Viability
 from commlayer.config import CommConfig
 from commlayer.registry import Registry
 from commlayer.semantics import Completion, OperationSemantics, Poll, Progress, Semantics
+
+DISTRIBUTIONS = {"commlayer-bench", "commlayer-demo", "commlayer-testkit", "commlayer-tools"}
 
 
 class Example(Backend):
@@ -89,13 +92,13 @@ def test_version_names_the_plugin_interface(run):
     assert f"plugin API {PLUGIN_API}" in run("--version")
 
 
-def test_a_module_dropped_into_the_package_adds_its_command(run, tmp_path, monkeypatch):
-    (tmp_path / "greet.py").write_text(
+def test_a_distribution_adds_its_command_by_an_entry_point(run, tmp_path, monkeypatch):
+    (tmp_path / "acme_greeting.py").write_text(
         "def register(app):\n    @app.command()\n    def greet(): print('hello')\n"
     )
-    (tmp_path / "_helper.py").write_text("raise AssertionError('helpers are not imported')")
-    (tmp_path / "helper.py").write_text("")
-    monkeypatch.setattr(commlayer.cli, "__path__", [*commlayer.cli.__path__, str(tmp_path)])
+    monkeypatch.syspath_prepend(tmp_path)
+    point = EntryPoint("greet", "acme_greeting", "commlayer.commands")
+    monkeypatch.setattr(commlayer.cli.importlib.metadata, "entry_points", lambda group: [point])
     assert run("greet") == "hello\n"
 
 
@@ -208,21 +211,39 @@ def test_missing_extra_says_what_to_install(monkeypatch, capsys, missing):
     assert "pip install 'commlayer[cli]'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "distribution"), [("bench", "commlayer-bench"), ("doctor", "commlayer-tools")]
+)
 def test_a_command_of_a_distribution_that_is_missing_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, command: str, distribution: str
 ) -> None:
     monkeypatch.setattr(commlayer.cli.importlib.metadata, "entry_points", lambda group: [])
-    result = CliRunner().invoke(commlayer.cli.build(), ["bench", "--quick"])
+    result = CliRunner().invoke(commlayer.cli.build(), [command, "--quick"])
     assert result.exit_code == 2
-    assert "pip install commlayer-bench" in result.output
+    assert f"pip install {distribution}" in result.output
 
 
-def test_a_command_that_cannot_be_imported_disturbs_no_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_every_command_of_this_project_is_known_with_its_distribution() -> None:
+    points = [p for p in entry_points(group=commlayer.cli.GROUP) if p.dist.name in DISTRIBUTIONS]
+    assert {point.name: point.dist.name for point in points} == commlayer.cli._AT
+
+
+@pytest.mark.parametrize("source", ["raise OSError('no')", ""])
+def test_a_command_that_cannot_be_added_disturbs_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    source: str,
 ) -> None:
-    broken = EntryPoint("broken", "no_such_module", "commlayer.commands")
-    monkeypatch.setattr(commlayer.cli.importlib.metadata, "entry_points", lambda group: [broken])
+    (tmp_path / "acme_broken.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "acme_broken", raising=False)
+    points = [
+        EntryPoint("broken", "acme_broken", "commlayer.commands"),
+        EntryPoint("describe", "commlayer_tools.commands.describe", "commlayer.commands"),
+    ]
+    monkeypatch.setattr(commlayer.cli.importlib.metadata, "entry_points", lambda group: points)
     result = CliRunner().invoke(commlayer.cli.build(), ["--help"])
     assert result.exit_code == 0
-    assert "describe" in result.output
+    assert "every declared fact" in result.output
     assert "'broken'" in capsys.readouterr().err

@@ -238,7 +238,7 @@ def test_altered_copies_are_checked_too():
 
 
 def test_the_documented_table_is_the_generated_one():
-    from commlayer.cli.config import render_markdown
+    from commlayer_tools.commands.config import render_markdown
 
     documented = Path(__file__).parents[2] / "docs" / "configuration.md"
     assert documented.read_text() == render_markdown(), (

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from commlayer_testkit.commands.topology import Shape
-
-from commlayer.cli.output import JSON, print_json
+from commlayer_tools.output import JSON, print_json
 
 if TYPE_CHECKING:
     from commlayer.config import CommConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from commlayer_tools.output import JSON, print_json
 
-from commlayer.cli.output import JSON, print_json
 from commlayer_testkit.commands.topology import Shape
 
 if TYPE_CHECKING:

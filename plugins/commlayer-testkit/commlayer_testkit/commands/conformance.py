@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-
-from commlayer.cli.output import print_table
+from commlayer_tools.output import print_table
 
 if TYPE_CHECKING:
     from commlayer_testkit.conformance.probes.report import ProbeReport

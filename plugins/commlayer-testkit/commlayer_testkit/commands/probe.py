@@ -6,9 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import typer
-
-from commlayer.cli.facts import fact_line, fact_value, remark
-from commlayer.cli.output import JSON, print_json
+from commlayer_tools.facts import fact_line, fact_value, remark
+from commlayer_tools.output import JSON, print_json
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType

@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import typer
+from commlayer_tools.output import JSON, print_json, print_table
 
-from commlayer.cli.output import JSON, print_json, print_table
 from commlayer_testkit.commands.check import check
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from commlayer.cli.output import JSON, print_json, print_table
+from commlayer_tools.output import JSON, print_json, print_table
 
 
 def register(app: typer.Typer) -> None:

@@ -1,36 +1,38 @@
-"""The command ``commlayer``.
+"""The command ``commlayer``, and ``python -m commlayer.cli``.
 
-One module per command, with a function ``register(app: typer.Typer)`` that adds it.
-The library's own are the modules of this package without a leading underscore; other distributions
-name theirs in the entry-point group ``commlayer.commands``.  Commands import what is
-slow inside their function, so that ``commlayer --help`` stays quick.
+It has no command of its own.  A distribution names one in the entry-point group
+``commlayer.commands``: a module with a function ``register(app: typer.Typer)`` that
+adds it.  Commands import what is slow inside their function, so that
+``commlayer --help`` stays quick.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import pkgutil
 import sys
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import typer
 
 GROUP = "commlayer.commands"
-"""Entry-point group of the commands of other distributions: command name to module."""
+"""Entry-point group of commands: command name to module."""
 
-_ELSEWHERE = {
+_AT = {
+    "backends": "commlayer-tools",
     "bench": "commlayer-bench",
+    "config": "commlayer-tools",
     "conformance": "commlayer-testkit",
     "demo": "commlayer-demo",
+    "describe": "commlayer-tools",
+    "doctor": "commlayer-tools",
     "new-plugin": "commlayer-testkit",
     "probe": "commlayer-testkit",
     "sim": "commlayer-testkit",
+    "trace": "commlayer-tools",
 }
-"""Commands of this project that are not in this distribution, and where they are."""
+"""The commands of this project, and the distributions that have them."""
 
 
 def main() -> None:
@@ -60,7 +62,7 @@ def main() -> None:
 
 
 def build() -> typer.Typer:
-    """The application with the library's own commands and those of other distributions."""
+    """The application with every command that is installed; others say what to install."""
     import typer
 
     app = typer.Typer(
@@ -79,30 +81,21 @@ def build() -> typer.Typer:
     ) -> None:
         pass
 
-    for module in pkgutil.iter_modules(__path__):
-        if not module.name.startswith("_"):
-            _register(app, importlib.import_module(f"{__name__}.{module.name}"))
     installed = set()
-    for name, found in _installed():
+    for name, register in _installed():
         installed.add(name)
-        _register(app, found)
-    for name in sorted(_ELSEWHERE.keys() - installed):
-        _add_missing(app, name, _ELSEWHERE[name])
+        register(app)
+    for name in sorted(_AT.keys() - installed):
+        _add_missing(app, name, _AT[name])
     app.registered_commands.sort(key=_name_of)
     return app
 
 
-def _register(app: typer.Typer, module: ModuleType) -> None:
-    register = getattr(module, "register", None)
-    if register is not None:
-        register(app)
-
-
-def _installed() -> Iterator[tuple[str, ModuleType]]:
-    """The command modules of other distributions.  A broken one disturbs no other command."""
+def _installed() -> Iterator[tuple[str, Callable[[typer.Typer], None]]]:
+    """Every command and what adds it.  A broken one is told of and disturbs no other."""
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: p.name):
         try:
-            yield point.name, point.load()
+            yield point.name, point.load().register
         except Exception as error:
             origin = point.dist.name if point.dist is not None else point.value
             print(
@@ -145,3 +138,7 @@ def _version(asked: bool) -> None:
 
     typer.echo(f"commlayer {__version__}, plugin API {PLUGIN_API}")
     raise typer.Exit
+
+
+if __name__ == "__main__":
+    main()

@@ -17,8 +17,8 @@ import torch
 
 from commlayer.backend import Backend
 from commlayer.communicator import Communicator
-from commlayer.doctor.checks import Check
 from commlayer.errors import CommError
+from commlayer_tools.doctor.checks import Check
 
 SECONDS = 2.0
 """About how long the ranks talk."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from commlayer.cli.output import plain
+from commlayer_tools.output import plain
 
 if TYPE_CHECKING:
     from rich.padding import Padding

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from commlayer.observe.trace import Trace, TracePlace
+from commlayer_tools.trace import Trace, TracePlace
 
 _TEMPLATE = "timeline.html"
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from commlayer.backend import PLUGIN_API
 from commlayer.config import ENVIRONMENT_PREFIX, CommConfig
 from commlayer.device.backend import StreamBackend
-from commlayer.doctor.checks import Check, Status
 from commlayer.errors import CommError
 from commlayer.registry import Entry, Registry
 from commlayer.wire.frame import WIRE_VERSION
+from commlayer_tools.doctor.checks import Check, Status
 
 _EXTRAS = {"cli": "typer", "sim": "greenlet", "metrics": "prometheus-client"}
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

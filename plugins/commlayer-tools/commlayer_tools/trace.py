@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from commlayer.errors import CommError, ErrorKind
-from commlayer.observe import recorder
-from commlayer.observe.recorder import Dump, Record
+from commlayer.observe.recorder import SCHEMA, Dump, Record
 
 _NAME = re.compile(r"(?P<connection>.+)\.rank\d+\.json")
 
@@ -72,7 +73,7 @@ def load(folder: Path) -> dict[str, list[Dump]]:
     for path in sorted(folder.glob("*.json")):
         match = _NAME.fullmatch(path.name)
         if match and not path.name.startswith("."):
-            connections[match["connection"]].append(recorder.read(path))
+            connections[match["connection"]].append(read(path))
     if not connections:
         raise CommError(
             ErrorKind.CONFIG,
@@ -81,6 +82,31 @@ def load(folder: Path) -> dict[str, list[Dump]]:
             "Set trace_dir to a folder, or call dump() on every rank",
         )
     return {name: sorted(dumps, key=lambda d: d.who.rank) for name, dumps in connections.items()}
+
+
+def read(path: Path) -> Dump:
+    """Read what `write` wrote.  Raises `CommError` (CONFIG) for anything else."""
+    operation = f"read {path}"
+    cure = "Name files that commlayer has dumped"
+    try:
+        data = path.read_bytes()
+        version = msgspec.json.decode(data, type=_Version).schema
+        if version == SCHEMA:
+            return msgspec.json.decode(data, type=Dump)
+    except OSError as error:
+        raise CommError(ErrorKind.CONFIG, operation, str(error), cure) from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CommError(ErrorKind.CONFIG, operation, f"it is no dump ({error})", cure) from error
+    raise CommError(
+        ErrorKind.CONFIG,
+        operation,
+        f"it has schema {version}, this commlayer reads {SCHEMA}",
+        "Read it with the version of commlayer that wrote it",
+    )
+
+
+class _Version(msgspec.Struct):
+    schema: int
 
 
 def join(name: str, dumps: Sequence[Dump]) -> Trace:

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from commlayer.cli.output import JSON, print_json
+from commlayer_tools.output import JSON, print_json
 
 
 def register(app: typer.Typer) -> None:
@@ -20,7 +20,7 @@ def trace(
     json: bool = JSON,
 ) -> None:
     """Write a trace for Chrome or Perfetto, and a timeline page, per connection."""
-    from commlayer.observe.trace import join, load
+    from commlayer_tools.trace import join, load
 
     connections = load(folder)
     results = [_write(join(name, dumps), out or folder) for name, dumps in connections.items()]
@@ -41,8 +41,8 @@ def _write(trace: Any, out: Path) -> dict[str, Any]:
     import msgspec
 
     from commlayer.errors import CommError, ErrorKind
-    from commlayer.observe.timeline import page
-    from commlayer.observe.trace import chrome
+    from commlayer_tools.timeline import page
+    from commlayer_tools.trace import chrome
 
     trace_path = out / f"{trace.name}.chrome.json"
     page_path = out / f"{trace.name}.html"

@@ -16,12 +16,12 @@ from commlayer.bootstrap.launch import launched_generation
 from commlayer.bootstrap.rendezvous import Rendezvous
 from commlayer.bootstrap.worlds import world_of_job
 from commlayer.config import CommConfig
-from commlayer.doctor import selftest
-from commlayer.doctor.checks import Check, Status
-from commlayer.doctor.machine import installed
 from commlayer.errors import CommError
 from commlayer.registry import Registry
 from commlayer.wire.frame import WIRE_VERSION
+from commlayer_tools.doctor import selftest
+from commlayer_tools.doctor.checks import Check, Status
+from commlayer_tools.doctor.machine import installed
 
 
 class Credentials(msgspec.Struct, frozen=True):

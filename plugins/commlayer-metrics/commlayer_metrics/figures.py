@@ -20,11 +20,11 @@ from typing import Any
 from commlayer.errors import CommError, ErrorKind
 from commlayer.forks import let_go_in_child
 from commlayer.lanes.connection import Connection
-from commlayer.observe.multiprocess import Files
 from commlayer.observe.peers import lost_ranks
 from commlayer.observe.spans import Span
 from commlayer.progress.operation import LaneKey, Operation
 from commlayer.progress.snapshot import OperationView
+from commlayer_metrics.files import Files
 
 logger = logging.getLogger("commlayer")
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from commlayer.cli.output import JSON, print_json
+from commlayer_tools.output import JSON, print_json
 
 if TYPE_CHECKING:
-    from commlayer.doctor.checks import Check, Diagnosis
+    from commlayer_tools.doctor.checks import Check, Diagnosis
 
 
 def register(app: typer.Typer) -> None:
@@ -29,9 +29,9 @@ def doctor(
     Under torchrun every rank runs it: the ranks compare versions, facts and settings
     and talk to each other, and rank 0 prints.  Exit code 1 if anything has failed.
     """
-    from commlayer.doctor import agreement, machine, selftest
-    from commlayer.doctor.checks import Diagnosis
     from commlayer.registry import default_registry
+    from commlayer_tools.doctor import agreement, machine, selftest
+    from commlayer_tools.doctor.checks import Diagnosis
 
     registry = default_registry()
     entries = registry.survey()

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from commlayer.cli.output import JSON, plain, print_json, print_table
+from commlayer_tools.output import JSON, plain, print_json, print_table
 
 COLUMNS = ("key", "variable", "type", "default", "unit", "meaning")
 

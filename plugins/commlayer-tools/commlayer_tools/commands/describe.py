@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from commlayer.cli.facts import fact_line, fact_value, remark
-from commlayer.cli.output import JSON, plain, print_json
+from commlayer_tools.facts import fact_line, fact_value, remark
+from commlayer_tools.output import JSON, plain, print_json
 
 if TYPE_CHECKING:
     from commlayer.loading import LoadedBackend

@@ -1,7 +1,0 @@
-"""``python -m commlayer.cli``."""
-
-from __future__ import annotations
-
-from commlayer.cli import main
-
-main()

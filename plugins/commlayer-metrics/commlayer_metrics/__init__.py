@@ -1,0 +1,1 @@
+"""Figures of every connection for Prometheus; found through the entry point ``prometheus``."""

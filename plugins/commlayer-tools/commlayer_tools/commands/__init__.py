@@ -1,0 +1,1 @@
+"""Commands, found by ``commlayer`` through entry points."""
