@@ -5,6 +5,5 @@
 - `deferred`: a broadcast that is posted early and taken where it is used;
   `rows`: the same, written to rows that may have changed hands
 - `lazy`: a received dict that waits at first access
-- `schedule`: whether ranks can deadlock, said without running; `repair`: how they
-  would not; `plans`: what a pipelined engine calls
+- `slices`: tensor dicts that the ranks of a group send in parts
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from commlayer.device.device import DeviceEvent, DeviceRuntime
 from commlayer.errors import About, CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle, LookedAt
 from commlayer.pipeline.exchange import Group, Missing
-from commlayer.pipeline.slices import Slice
+from commlayer.pipeline.slices import Slice, checked_slice, slices_in
 from commlayer.progress.deadline import Deadline, checked_timeout
 from commlayer.wire.frame import protocol_error
 from commlayer.wire.modes import outside_modes, uncompiled
@@ -165,7 +164,8 @@ class GatherHandle(LookedAt[dict[str, Any]]):
             if self._posted:
                 return
             try:
-                self._slices = self._own_slices(self._received.result(0))
+                value = self._received.result(0)
+                self._slices = slices_in(value, self._group.world_size, self._about)
                 if self._slices:
                     self._exchange.post(self._key, self._slices)
             except CommError as error:
@@ -173,35 +173,6 @@ class GatherHandle(LookedAt[dict[str, Any]]):
                 self._excuse(error)
             finally:
                 self._posted = True
-
-    def _own_slices(self, value: dict[str, Any]) -> dict[str, Slice]:
-        slices = {key: item for key, item in value.items() if isinstance(item, Slice)}
-        for key, item in slices.items():
-            self._check(key, item)
-            if item.parts != self._group.world_size:
-                raise CommError(
-                    ErrorKind.CONFIG,
-                    self._about,
-                    f"the sender sent {key!r} in {item.parts} parts, and all_gather_group has "
-                    f"{self._group.world_size} ranks here",
-                    "Use groups of one size at both ends, or mark the tensor as not replicated: "
-                    f"all_gather_tensors={{{key!r}: False}}",
-                )
-        return slices
-
-    def _check(self, key: str, item: Any) -> Slice:
-        """Return `item`, which a peer sent; raises (PROTOCOL) unless it is a slice that adds up."""
-        if not (
-            isinstance(item, Slice)
-            and isinstance(item.tensor, Tensor)
-            and isinstance(item.shape, tuple)
-            and all(type(number) is int and number > 0 for number in (*item.shape, item.parts))
-            and type(item.index) is int
-            and 0 <= item.index < item.parts
-            and math.prod(item.shape) == item.tensor.numel() * item.parts
-        ):
-            raise protocol_error(self._about, f"slice {key!r} contradicts itself")
-        return item
 
     def _excuse(self, error: CommError) -> None:
         """Tell the group that there is no part from here, unless all of it knows."""
@@ -243,7 +214,8 @@ class GatherHandle(LookedAt[dict[str, Any]]):
                 )
             if isinstance(theirs, dict) and key not in theirs:
                 raise self._unequal(key, mine, peer, "no part")
-            item = self._check(key, theirs.get(key) if isinstance(theirs, dict) else None)
+            given = theirs.get(key) if isinstance(theirs, dict) else None
+            item = checked_slice(key, given, self._about)
             like = (item.shape, item.parts, item.tensor.dtype)
             if item.index in parts or like != (mine.shape, mine.parts, mine.tensor.dtype):
                 raise self._unequal(key, mine, peer, _kind(item))

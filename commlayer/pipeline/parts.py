@@ -36,7 +36,7 @@ def send_parts(
     operation = posting.operation(call, dst, "send", Kind.TENSOR_DICT, tag)
     whole = as_dict(tensor_dict, operation)
     where = operation.describe()
-    value = sliced(whole, tensors, group, where)
+    value = sliced(whole, tensors, group.rank, group.world_size, where)
     if config.check_slices:
         check_replicated(whole, value, group, channel, where, config)
     return posting.send(call, Kind.TENSOR_DICT, value, dst, tag)

@@ -1,24 +1,28 @@
 """Tensor dicts of which each rank of a group sends a slice.
 
 The ranks of a tensor-parallel group hold equal copies of most tensors.  Each sends one part
-to its counterpart in the next stage, and the receivers, a group themselves, give each other
-theirs (`gather`).  Which tensor travels how is part of the message: a `Slice` in place of a
-tensor.
+to its counterpart in the next stage, and the receivers, a group themselves, put the parts
+together: over a communicator in the wait (`gather`), or by a collective of an engine where
+the engine calls it (`receive_slices`, `gather_slices`).  Which tensor travels how is part of
+the message: a `Slice` in place of a tensor.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from commlayer.config import CommConfig
 from commlayer.errors import About, CommError, ErrorKind
+from commlayer.handle import Handle
 from commlayer.lanes.claims import MessageClaim
+from commlayer.lanes.posting import Posting
 from commlayer.lanes.targets import Target
 from commlayer.pipeline.exchange import Group
 from commlayer.wire.frame import Kind, protocol_error
@@ -49,15 +53,15 @@ register(Slice, "commlayer.Slice")
 def sliced(
     tensors: Mapping[str, Any],
     replicated: Mapping[str, bool] | None,
-    group: Group,
-    operation: About,
+    index: int,
+    parts: int,
+    operation: About = "isend_tensor_dict",
 ) -> dict[str, Any]:
-    """`tensors` with this rank's part in place of each tensor that can be sent in parts.
+    """`tensors` with part `index` of `parts` in place of each tensor that can be sent in parts.
 
     Those are the dict's own dense tensors whose number of elements is a multiple
-    of the group's size, unless `replicated` says False of them.
+    of `parts`, unless `replicated` says False of them.
     """
-    parts = group.world_size
     if not isinstance(replicated, Mapping | None):
         raise CommError(
             ErrorKind.CONFIG,
@@ -67,19 +71,86 @@ def sliced(
         )
     result = dict(tensors)
     for key, value in tensors.items():
-        whole = (
-            not isinstance(value, Tensor)
-            or not (replicated or {}).get(key, True)
-            or parts == 1
-            or value.numel() == 0
-            or value.numel() % parts
-        )
-        if not whole:
-            flat = sendable(value, operation, _WHOLE).view(-1)
-            size = flat.numel() // parts
-            part = flat[group.rank * size : (group.rank + 1) * size]
-            result[key] = Slice(part, tuple(value.shape), group.rank, parts)
+        if isinstance(value, Tensor) and divides(key, value, parts, replicated):
+            part = part_of(value, index, parts, operation)
+            result[key] = Slice(part, tuple(value.shape), index, parts)
     return result
+
+
+def divides(key: str, tensor: Tensor, parts: int, replicated: Mapping[str, bool] | None) -> bool:
+    """Whether `sliced` sends a part of `tensor`, the entry `key` of a dict."""
+    wanted = parts > 1 and (replicated or {}).get(key, True)
+    return bool(wanted) and tensor.numel() > 0 and tensor.numel() % parts == 0
+
+
+def part_of(
+    tensor: Tensor, index: int, parts: int, operation: About = "isend_tensor_dict"
+) -> Tensor:
+    """Part `index` of `parts` equal ones of `tensor`, flat."""
+    return sendable(tensor, operation, _WHOLE).view(parts, -1)[index]
+
+
+class _Posts(Protocol):
+    """What `receive_slices` needs of a communicator."""
+
+    @property
+    def _posting(self) -> Posting: ...
+
+
+def receive_slices(comm: _Posts, src: int, tag: int = 0) -> Handle[dict[str, Any]]:
+    """`Communicator.irecv_tensor_dict`, with every `Slice` left to `gather_slices`."""
+    return comm._posting.receive("irecv_tensor_dict", Kind.TENSOR_DICT, src, tag)
+
+
+def gather_slices(
+    value: dict[str, Any],
+    parts: int,
+    all_gather: Callable[[Tensor], Tensor],
+    operation: About = "irecv_tensor_dict",
+) -> None:
+    """Replace every `Slice` of `value`, a received dict, by the whole tensor.
+
+    `all_gather` gets this rank's part, flat, and returns those of all `parts` ranks, flat and
+    in their order; a group of one rank needs none.  All ranks call this for the same messages in
+    the same order.  Raises PROTOCOL or CONFIG, before anything is gathered, for slices that cannot
+    be put together.
+    """
+    slices = slices_in(value, parts, operation)
+    for key, item in slices.items():
+        flat = item.tensor if parts == 1 else all_gather(item.tensor)
+        value[key] = flat.reshape(item.shape)
+
+
+def slices_in(value: Mapping[str, Any], parts: int, operation: About) -> dict[str, Slice]:
+    """The slices of a received dict; raises unless they add up in a group of `parts` ranks."""
+    slices = {key: item for key, item in value.items() if isinstance(item, Slice)}
+    for key, item in slices.items():
+        checked_slice(key, item, operation)
+        if item.parts != parts:
+            raise CommError(
+                ErrorKind.CONFIG,
+                operation,
+                f"the sender sent {key!r} in {item.parts} parts, and all_gather_group has "
+                f"{parts} {'rank' if parts == 1 else 'ranks'} here",
+                "Use groups of one size at both ends, or mark the tensor as not replicated: "
+                f"all_gather_tensors={{{key!r}: False}}",
+            )
+    return slices
+
+
+def checked_slice(key: str, item: Any, operation: About) -> Slice:
+    """Return `item`, which a peer sent; raises (PROTOCOL) unless it is a slice that adds up."""
+    if not (
+        isinstance(item, Slice)
+        and isinstance(item.tensor, Tensor)
+        and isinstance(item.shape, tuple)
+        and all(type(number) is int and number > 0 for number in (*item.shape, item.parts))
+        and type(item.index) is int
+        and 0 <= item.index < item.parts
+        and math.prod(item.shape) == item.tensor.numel() * item.parts
+    ):
+        raise protocol_error(operation, f"slice {key!r} contradicts itself")
+    return item
 
 
 def check_replicated(

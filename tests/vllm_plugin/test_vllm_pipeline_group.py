@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from commlayer_vllm.broadcasts import with_broadcast
-from commlayer_vllm.parts import join, part_of, sent_in_parts
+from commlayer_vllm.wire import all_gather_in, place_in
 from ranks import here
 from ranks.pool import Ranks
 from stand_in import Group, connected_group, end, installed
 
 from commlayer import CommError
+from commlayer.pipeline.slices import Slice, divides, gather_slices, sliced
 
 
 def message(step: int) -> dict[str, Any]:
@@ -91,26 +92,46 @@ class Parts:
 
 
 def test_which_tensors_are_sent_in_parts() -> None:
-    group = Parts()
+    _, parts = place_in(Parts())
     even, odd, empty = torch.ones(2, 3), torch.ones(3), torch.ones(0)
-    assert sent_in_parts("x", even, group, None)
-    assert sent_in_parts("x", even, group, {"y": False})
-    assert not sent_in_parts("x", even, group, {"x": False})
-    assert not sent_in_parts("x", odd, group, None)
-    assert not sent_in_parts("x", empty, group, {"x": True})
-    assert not sent_in_parts("x", even, None, None)
-    assert not sent_in_parts("x", even, Group(size=1), None)
+    assert divides("x", even, parts, None)
+    assert divides("x", even, parts, {"y": False})
+    assert not divides("x", even, parts, {"x": False})
+    assert not divides("x", odd, parts, {"x": True})
+    assert not divides("x", empty, parts, {"x": True})
+    assert not divides("x", even, place_in(None)[1], None)
+    assert not divides("x", even, place_in(Group(size=1))[1], None)
 
 
-def test_parts_are_joined_into_the_shape_that_was_sent() -> None:
+def test_the_engines_collective_joins_parts_into_the_shape_that_was_sent() -> None:
     group = Parts()
-    part = part_of(torch.arange(6.0).view(2, 3), group)
-    assert part.tolist() == [0, 1, 2]
-    assert join("x", part, (2, 3), group).tolist() == [[0, 1, 2], [0, -1, -2]]
-    with pytest.raises(CommError, match=r"'x' of shape \[9\].*size of all_gather_group here is 2"):
-        join("x", part, (9,), group)
-    with pytest.raises(CommError, match="here is none"):
-        join("x", part, (6,), None)
+    message = sliced({"x": torch.arange(6.0).view(2, 3), "n": 1}, None, *place_in(group))
+    assert message["x"].tensor.tolist() == [0, 1, 2]
+    gather_slices(message, 2, all_gather_in(group))
+    assert message["x"].tolist() == [[0, 1, 2], [0, -1, -2]]
+    assert message["n"] == 1
+
+
+def test_a_slice_that_is_all_of_a_tensor_needs_no_group() -> None:
+    message: dict[str, Any] = {"x": Slice(torch.ones(6), (2, 3), 0, 1)}
+    gather_slices(message, place_in(None)[1], all_gather_in(None))
+    assert message["x"].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("part", "parts", "said"),
+    [
+        (Slice(torch.ones(3), (2, 3), 0, 2), 4, "in 2 parts, and all_gather_group has 4 ranks"),
+        (Slice(torch.ones(3), (2, 3), 0, 2), 1, "all_gather_group has 1 rank here"),
+        (Slice(torch.ones(3), (9,), 0, 2), 2, "slice 'x' contradicts itself"),
+        (Slice(torch.ones(3), (2, 3), 2, 2), 2, "slice 'x' contradicts itself"),
+    ],
+)
+def test_slices_that_do_not_add_up_are_not_gathered(part: Slice, parts: int, said: str) -> None:
+    message = {"first": Slice(torch.ones(1), (parts,), 0, parts), "x": part}
+    with pytest.raises(CommError, match=said):
+        gather_slices(message, parts, pytest.fail)
+    assert message["x"] is part
 
 
 def broadcasting(tensor: Any, *, twice: bool = False) -> list[Any]:

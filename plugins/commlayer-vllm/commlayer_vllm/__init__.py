@@ -13,7 +13,6 @@ pipeline_group  the replaced calls of the group, with the engine's habits
 wire            how they travel: over a commlayer communicator
 wire_vllm       how they travel: in the engine's own format
 line            what completes native works for `wire_vllm`
-parts           tensors of which each tensor-parallel rank sends a part
 broadcasts      the broadcasts of sampled and draft tokens
 log             the engine's log, and the library's in it
 ==============  ==============================================================

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commlayer.communicator import Communicator
 from commlayer.handle import Handle
-from commlayer_vllm.parts import Part, join, part_of, sent_in_parts
+from commlayer.pipeline.slices import gather_slices, receive_slices, sliced
 
 Received = tuple[dict[str, Any], list[Handle], list[Callable[[], None]]]
 """What the engine expects of a receive: the dict, what to wait for, and what to call then."""
@@ -46,6 +46,21 @@ class Wire(Protocol):
     def close(self) -> None:
         """Deliver what was sent, within the configured time.  Raises `CommError`."""
         ...
+
+
+def place_in(group: Any) -> tuple[int, int]:
+    """This rank's place in an engine group, and how many ranks that has; `None` is one rank."""
+    return (0, 1) if group is None else (group.rank_in_group, group.world_size)
+
+
+def all_gather_in(group: Any) -> Callable[[Tensor], Tensor]:
+    """The engine's own collective of `group`, which all its ranks enter in one order."""
+
+    def all_gather(part: Tensor) -> Tensor:
+        whole: Tensor = group.all_gather(part, dim=0)
+        return whole
+
+    return all_gather
 
 
 class DictHandle(Handle[dict[str, Any]]):
@@ -108,15 +123,10 @@ class CommlayerWire:
         all_gather_group: Any,
         all_gather_tensors: Mapping[str, bool] | None,
     ) -> list[Handle]:
-        message = dict(tensor_dict)
-        tensors = 0
-        for key, value in tensor_dict.items():
-            if not isinstance(value, Tensor):
-                continue
-            tensors += value.numel() > 0
-            if sent_in_parts(key, value, all_gather_group, all_gather_tensors):
-                part = part_of(value, all_gather_group)
-                message[key] = Part(part, tuple(value.shape), all_gather_group.world_size)
+        message = sliced(tensor_dict, all_gather_tensors, *place_in(all_gather_group))
+        tensors = sum(
+            isinstance(each, Tensor) and each.numel() > 0 for each in tensor_dict.values()
+        )
         return [self.comm.isend_tensor_dict(message, dst)] * (1 + tensors)
 
     def irecv_tensor_dict(
@@ -125,11 +135,9 @@ class CommlayerWire:
         result: dict[str, Any] = {}
 
         def gather() -> None:
-            for key, value in result.items():
-                if isinstance(value, Part):
-                    result[key] = join(key, value.tensor, value.shape, all_gather_group)
+            gather_slices(result, place_in(all_gather_group)[1], all_gather_in(all_gather_group))
 
-        return result, [DictHandle(self.comm.irecv_tensor_dict(src), result)], [gather]
+        return result, [DictHandle(receive_slices(self.comm, src), result)], [gather]
 
     def close(self) -> None:
         self.comm.close()

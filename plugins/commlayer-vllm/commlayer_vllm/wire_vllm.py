@@ -26,10 +26,10 @@ from torch import Tensor
 from commlayer.config import CommConfig
 from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer.handle import Handle
+from commlayer.pipeline.slices import Slice, divides, gather_slices, part_of
 from commlayer.progress.deadline import checked_timeout
 from commlayer_vllm.line import Line, Task
-from commlayer_vllm.parts import join, part_of, sent_in_parts
-from commlayer_vllm.wire import Received
+from commlayer_vllm.wire import Received, all_gather_in, place_in
 
 _FOREVER = timedelta(days=3650)
 """A limit of a wait that expires would close all pairs of the engine's group."""
@@ -77,8 +77,9 @@ class VllmWire:
         for key, value in tensor_dict.items():
             if not isinstance(value, Tensor) or value.numel() == 0:
                 continue
-            if sent_in_parts(key, value, all_gather_group, all_gather_tensors):
-                value = part_of(value, all_gather_group)
+            index, parts = place_in(all_gather_group)
+            if divides(key, value, parts, all_gather_tensors):
+                value = part_of(value, index, parts)
             handles.append(self._send_tensor(key, value.contiguous(), dst))
         return handles
 
@@ -92,8 +93,9 @@ class VllmWire:
         )
 
         def gather() -> None:
-            for key, shape in receive.parts.items():
-                receive.target[key] = join(key, receive.target[key], shape, all_gather_group)
+            whole: dict[str, Any] = dict(receive.parts)
+            gather_slices(whole, place_in(all_gather_group)[1], all_gather_in(all_gather_group))
+            receive.target.update(whole)
 
         return receive.target, [receive], [gather]
 
@@ -177,11 +179,10 @@ class VllmWire:
                 continue
             device, dtype, shape = item
             tensor = torch.empty(shape, dtype=dtype, device=device)
-            if sent_in_parts(key, tensor, all_gather_group, all_gather_tensors):
-                tensor = torch.empty(
-                    tensor.numel() // all_gather_group.world_size, dtype=dtype, device=device
-                )
-                receive.parts[key] = tuple(shape)
+            index, parts = place_in(all_gather_group)
+            if divides(key, tensor, parts, all_gather_tensors):
+                tensor = torch.empty(tensor.numel() // parts, dtype=dtype, device=device)
+                receive.parts[key] = Slice(tensor, tuple(shape), index, parts)
             value[key] = tensor
             if tensor.numel() == 0:
                 continue
@@ -206,7 +207,7 @@ class DictReceive(Handle):
 
     def __init__(self, unposted: deque[DictReceive]) -> None:
         self.target: dict[str, Any] = {}
-        self.parts: dict[str, tuple[int, ...]] = {}
+        self.parts: dict[str, Slice] = {}
         self.later: list[Callable[[], Any]] = []
         self._works: list[Any] = []
         self._unposted = unposted
