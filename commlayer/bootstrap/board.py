@@ -20,8 +20,10 @@ T = TypeVar("T")
 
 FIRST_PAUSE = 0.002
 LONGEST_PAUSE = 0.05
-FAREWELL_SECONDS = 0.5
-"""How long a rank that gives up may take to say so: Ctrl-C is answered within a second."""
+_BRIEF_SECONDS = 0.5
+"""What an interrupted rank takes at most to say so: Ctrl-C is answered within a second."""
+_PATIENT_SECONDS = 3.0
+"""What a rank that fails takes at most to say so, which a busy machine may need."""
 _LEAST_SECONDS = 1.0
 """A store that answers is asked to the end even where connect_timeout is shorter than that."""
 
@@ -121,9 +123,10 @@ class Board:
         time.sleep(pause)
         return min(LONGEST_PAUSE, pause * 1.5)
 
-    def brief(self, question: Callable[[Any], T]) -> T:
+    def brief(self, question: Callable[[Any], T], *, hurried: bool = True) -> T:
         """Ask the store something that matters to others only; raises `Late` after a moment."""
-        return self._helper.call(lambda: question(self.store), FAREWELL_SECONDS)
+        limit = _BRIEF_SECONDS if hurried else _PATIENT_SECONDS
+        return self._helper.call(lambda: question(self.store), limit)
 
     def close(self) -> None:
         self._helper.close()

@@ -122,29 +122,31 @@ class Rendezvous:
     def _leave(self, error: BaseException) -> None:
         """Say why this rank gives up.  Never raises, and takes no longer than a moment."""
         board = self._board
+        hurried = not isinstance(error, Exception)
         failure = board.told or Failure.of(self.world.rank, board.card, error)
         try:
             if self._round:
-                self._object(self._round, failure)
+                self._object(self._round, failure, hurried)
                 return
             gone = encode(msgspec.structs.replace(board.card, gone=failure))
-            board.brief(lambda store: store.set(f"card/{self.world.rank}", gone))
+            board.brief(lambda store: store.set(f"card/{self.world.rank}", gone), hurried=hurried)
             if self.world.rank == 0:
-                if isinstance(error, Exception):
+                if not hurried:
                     self._linger()
             elif board.told is None and failure.kind is not ErrorKind.TIMEOUT:
-                leader = board.brief(lambda store: card_of(store, 0))
+                leader = board.brief(lambda store: card_of(store, 0), hurried=hurried)
                 if leader is not None:
-                    self._object(leader.nonce, failure)
+                    self._object(leader.nonce, failure, hurried)
         except (Late, RuntimeError, OSError):
             pass  # the others will see that this rank is absent
 
-    def _object(self, nonce: bytes, failure: Failure) -> None:
+    def _object(self, nonce: bytes, failure: Failure, hurried: bool) -> None:
         """Tell all who have met, or meet, under `nonce`.  The first finding is the cause."""
         self._board.brief(
             lambda store: (
                 _failure(nonce, store) or store.set(key("failure", nonce), encode(failure))
-            )
+            ),
+            hurried=hurried,
         )
 
     def _linger(self) -> None:

@@ -18,6 +18,9 @@ from commlayer.errors import CommError, CommTimeout
 
 _TRY_SECONDS = 2.0
 """One try of torch's client, which by itself tries again without saying why."""
+_ASK_SECONDS = 5.0
+"""How long a store is asked whose it is: on a busy machine it answers late.  Half of the limit of
+`connect`, where that is less."""
 _PAUSE = 0.05
 _HOLDER = "commlayer/holder"
 """Key under which the process that serves a store says who it is."""
@@ -96,8 +99,7 @@ class _Opening:
         except RuntimeError as error:
             if "EADDRINUSE" in str(error):
                 raise refusal(
-                    f"rank 0 cannot serve the store at port {port}: {_holder(self._address)} has "
-                    "the port",
+                    f"rank 0 cannot serve the store at port {port}: {self._holder()} has the port",
                     "Choose a free MASTER_PORT; see that one process only has RANK 0",
                 ) from error
             raise out_of_descriptors("connect", error) or refusal(
@@ -106,6 +108,28 @@ class _Opening:
             ) from error
         server.set(_HOLDER, f"pid {os.getpid()} on {socket.gethostname()}".encode())
         _servers[self._address] = server
+
+    def _holder(self) -> str:
+        """Who serves at the address, as far as that can be found out in a moment."""
+        now = time.monotonic()
+        limit = min(_ASK_SECONDS, (self._deadline - now) / 2)
+        helper, opening = Helper(), _Opening(self._address, now + limit)
+
+        def ask() -> str:
+            client = opening.connect()
+            if client.check([_HOLDER]):
+                return (
+                    "rank 0 of another job, or a second one of this "
+                    f"({client.get(_HOLDER).decode()})"
+                )
+            return "a store of another job"
+
+        try:
+            return helper.call(ask, limit)
+        except (Late, CommError, RuntimeError):
+            return "another program"
+        finally:
+            helper.close()
 
     def connect(self) -> Any:
         """Try until there is a client, or the limit is over."""
@@ -171,26 +195,6 @@ class _Opening:
                 "0 does not: leave MASTER_ADDR and MASTER_PORT as torchrun sets them, or set "
                 "TORCHELASTIC_USE_AGENT_STORE = False on all ranks to have rank 0 serve another"
             )
-
-
-def _holder(address: Address) -> str:
-    """Who serves at `address`, as far as that can be found out in a moment."""
-    helper, opening = Helper(), _Opening(address, time.monotonic() + _TRY_SECONDS)
-
-    def ask() -> str:
-        client = opening.connect()
-        if client.check([_HOLDER]):
-            return (
-                f"rank 0 of another job, or a second one of this ({client.get(_HOLDER).decode()})"
-            )
-        return "a store of another job"
-
-    try:
-        return helper.call(ask, _TRY_SECONDS)
-    except (Late, CommError, RuntimeError):
-        return "another program"
-    finally:
-        helper.close()
 
 
 def _reason(error: Exception) -> str:

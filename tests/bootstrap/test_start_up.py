@@ -222,7 +222,7 @@ def test_another_job_at_the_port_disturbs_nobody_that_has_connected(ranks: Ranks
         for rank in (0, 1)
     ]
     assert [each.hear(60) for each in job] == ["connected"] * 2
-    kind, text = start(ranks, 0, 2, port).hear(60)
+    kind, text = start(ranks, 0, 2, port, 20.0).hear(60)
     assert kind == ErrorKind.CONFIG.value
     assert f"(pid {job[0].pid} on" in text
     kind, text = start(ranks, 1, 2, port).hear(60)
@@ -269,7 +269,7 @@ def shared_environment(ranks: Ranks, size: int) -> list[dict[str, str]]:
 def tell_late(late: bool, settings: Any) -> None:
     if late:
         here.hear()
-        here.say(outcome(10.0, **settings))
+        here.say(outcome(30.0, **settings))
         return
     here.say("about to connect")
     here.say(outcome(10.0))
