@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -10,6 +11,11 @@ import pytest
 
 if TYPE_CHECKING:
     from ranks.pool import Ranks
+
+
+# Torch's store asks for the name of each address that connects to it.  Where a name server
+# loses the question, its connections, and all that wait for one, stand still: 5 s by default.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_configure() -> None:
