@@ -203,6 +203,22 @@ def test_inference_mode_belongs_to_the_task() -> None:
     assert not torch.is_inference_mode_enabled()
 
 
+def test_a_world_that_nobody_closes_leaves_the_threads_mode_alone() -> None:
+    world = World(ReplayChoices(), profile("gloo"))
+
+    def waits() -> None:
+        with torch.inference_mode():
+            world.block(lambda: False, "waits", world, 1.0)
+
+    task = world.spawn(waits, "waits", rank=0)
+    task.step()
+    del task.run  # the collector may come to it first, and then to the task
+    world.actors.clear()
+    del task
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+
+
 def test_closing_ends_every_task() -> None:
     ended = []
 

@@ -80,6 +80,11 @@ class Actor:
         raise NotImplementedError
 
 
+_guards: set[torch.inference_mode] = set()
+"""Those of tasks that wait.  One that is dropped with its task, because nobody has closed the
+world, would switch inference mode on in whichever thread collects it."""
+
+
 class Task(Actor):
     """A function that runs in a greenlet of its own, on behalf of a rank."""
 
@@ -134,6 +139,7 @@ class Task(Actor):
         """Run to the next point.  Inference mode, which is the thread's, becomes the task's."""
         if self._parked is not None:
             self._parked.__exit__(None, None, None)
+            _guards.discard(self._parked)
             self._parked = None
         switched = self.world.switched
         if switched is None:
@@ -145,6 +151,7 @@ class Task(Actor):
         if torch.is_inference_mode_enabled():
             self._parked = torch.inference_mode(False)
             self._parked.__enter__()
+            _guards.add(self._parked)
 
     def describe(self) -> str:
         return self.name
