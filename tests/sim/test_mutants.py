@@ -30,31 +30,31 @@ def mutated(function: Callable[..., Any], old: str, new: str) -> Callable[..., A
 MUTANTS = {
     "a wake-up can be lost": (
         RecvLane, "wake", "self._wake.set()", "pass",
-        "core_unclaimed_tag", "gloo", {FailureKind.DEADLOCK},
+        "core_tags_independent", "gloo", {FailureKind.DEADLOCK},
     ),
     "complete before the native wait": (
         SendLane, "steps",
         "yield step\n", "self._context.ledger.complete(posted.operation); yield step\n",
-        "core_overwrite_after_wait", "gloo", {FailureKind.OVERWRITTEN},
+        "core_wait_usable", "gloo", {FailureKind.OVERWRITTEN},
     ),
     "works are not kept": (
         SendLane, "_post_native",
         "works.append(isend(message, peer, tag))", "isend(message, peer, tag)",
-        "core_dropped", "gloo", {FailureKind.LOST_MESSAGE},
+        "core_dropped_handle", "gloo", {FailureKind.LOST_MESSAGE},
     ),
     "works and sources are not kept where that is unsafe": (
         SendLane, "_post_native",
         "works.append(isend(message, peer, tag))", "isend(message, peer, tag)",
-        "core_dropped", "adversary", {FailureKind.USE_AFTER_FREE},
+        "core_dropped_handle", "adversary", {FailureKind.USE_AFTER_FREE},
     ),
     "messages are taken last in, first out": (
         RecvLane, "claim",
         "self._arrived.popleft()", "self._arrived.pop()",
-        "core_backlog", "gloo", {FailureKind.ERROR},
+        "core_unexpected", "gloo", {FailureKind.ERROR},
     ),
     "the bound does not bind": (
         Ledger, "_has_room", "return ", "return True or ",
-        "core_bound", "gloo", {FailureKind.ERROR},
+        "core_bounded", "gloo", {FailureKind.ERROR},
     ),
     "two threads post at once": (
         SendLane, "_enqueue", "if self._poster is None:", "if True:",

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from commlayer.communicator import Communicator
 from commlayer_testkit.sim import explorer
 from commlayer_testkit.sim.explorer import Report, Strategy
-from commlayer_testkit.sim.leftovers import BOUNDS, Leftovers
 from commlayer_testkit.sim.mount_core import mount
-from commlayer_testkit.sim.rank import Rank, blank, filled
+from commlayer_testkit.sim.rank import Rank
 from commlayer_testkit.sim.scenario import Scenario
+from commlayer_testkit.sim.stage import Stage
 from commlayer_testkit.sim.transport import SimBackend
 from commlayer_testkit.sim.world import World
 
@@ -21,64 +19,18 @@ if TYPE_CHECKING:
     from commlayer_testkit.conformance.lab import Lab
     from commlayer_testkit.conformance.subject import Subject
 
-Body = Callable[["Stage", Rank], object]
+Body = Callable[[Stage, Rank], object]
 
 
-class Stage:
-    """One execution: connects ranks, makes tensors where the subject's transport reads them.
+def stage_of(world: World, subject: Subject) -> Stage:
+    """A stage of the subject's transport, as its facts are declared."""
+    companion = subject.companion()
 
-    At the end nothing may be left: no send counted, no byte retained, no source alive.
-    """
+    def connected(rank: Rank, **config: Any) -> Communicator:
+        beside = None if companion is None else SimBackend(world, companion)
+        return mount(rank, subject.simulated(rank), beside=beside, **config)
 
-    def __init__(self, world: World, subject: Subject) -> None:
-        self.world = world
-        self._subject = subject
-        self._companion = subject.companion()
-        self._leftovers = Leftovers(world)
-
-    @property
-    def on_device(self) -> bool:
-        return self._companion is not None
-
-    def connect(self, rank: Rank, **config: Any) -> Communicator:
-        """Connect a rank; bounded to 8 operations unless `config` says otherwise."""
-        beside = None if self._companion is None else SimBackend(self.world, self._companion)
-        return self._leftovers.communicator(
-            mount(rank, self._subject.simulated(rank), beside=beside, **{**BOUNDS, **config})
-        )
-
-    def source(self, rank: Rank, value: int, nbytes: int = 16) -> torch.Tensor:
-        """A tensor of that value in every byte, which must be freed at the end."""
-        make = rank.arena.full if self.on_device else filled
-        return self._leftovers.source(make(value, nbytes))
-
-    def target(self, rank: Rank, nbytes: int = 16) -> torch.Tensor:
-        """A tensor to receive into."""
-        return rank.arena.empty(nbytes) if self.on_device else blank(nbytes)
-
-    def overwrite(self, rank: Rank, tensor: torch.Tensor, value: int) -> None:
-        """Write `value` into a tensor, as work of the current stream where there is one."""
-        if self.on_device:
-            rank.device.launch("overwrite", lambda data: data.fill_(value), writes=[tensor])
-        else:
-            tensor.fill_(value)
-
-    def expect(self, rank: Rank, tensor: torch.Tensor, value: int) -> None:
-        """Use a result: every byte must be `value`."""
-
-        def look(data: torch.Tensor) -> None:
-            found = data.tolist()
-            assert found == [value] * len(found), f"expected {value} everywhere, got {found}"
-
-        if self.on_device:
-            rank.device.launch("use", look, reads=[tensor])
-        else:
-            look(tensor)
-
-    def settle(self, rank: Rank) -> None:
-        """Wait for what was given to the rank's device; done for every rank whose body returns."""
-        if self.on_device:
-            rank.device.synchronize()
+    return Stage(world, connected, on_device=companion is not None)
 
 
 def explore(
@@ -98,13 +50,7 @@ def explore(
     profile = lab.subject.profile()
 
     def setup(world: World) -> None:
-        stage = Stage(world, lab.subject)
-
-        def play(rank: Rank) -> None:
-            body(stage, rank)
-            stage.settle(rank)
-
-        world.start(size, play)
+        stage_of(world, lab.subject).start(body, size)
 
     scenario = Scenario(body.__qualname__, setup, None, (profile.name,), early_ticks=early_ticks)
     budget = schedules or lab.schedules

@@ -20,8 +20,6 @@ from commlayer_testkit.conformance.checks.tools import (
     SMALL,
     connected,
     digest,
-    expect_error,
-    expires,
     pattern,
     until,
 )
@@ -30,6 +28,7 @@ from commlayer_testkit.conformance.lab import Lab
 from commlayer_testkit.conformance.ranks import here
 from commlayer_testkit.conformance.rules import Level, rule
 from commlayer_testkit.conformance.subject import Subject
+from commlayer_testkit.expecting import expect_error, expires
 
 VICTIM = 1
 

@@ -23,12 +23,9 @@ from commlayer.handle import Handle
 from commlayer_testkit.conformance.checks.tools import (
     LARGE,
     LIMIT,
-    PREMATURE,
     SMALL,
     connected,
     digest,
-    expect_error,
-    expires,
     pattern,
     until,
 )
@@ -37,6 +34,7 @@ from commlayer_testkit.conformance.lab import Lab
 from commlayer_testkit.conformance.ranks import here
 from commlayer_testkit.conformance.rules import Level, rule
 from commlayer_testkit.conformance.subject import Subject
+from commlayer_testkit.expecting import PREMATURE, expect_error, expires
 
 
 def both_send_first(subject: Subject) -> list[str]:

@@ -10,15 +10,12 @@ from typing import Any
 import torch
 
 from commlayer.communicator import Communicator
-from commlayer.errors import CommError, CommTimeout, ErrorKind
 from commlayer_testkit.conformance.ranks import here
 from commlayer_testkit.conformance.subject import Subject
 
 SMALL, LARGE = 16, 1 << 18
 """Elements that travel inside the header message, and that do not."""
 LIMIT = 20.0
-PREMATURE = 0.3
-"""Seconds in which a completion that comes too early shows, on a busy machine too."""
 
 
 def digest(*tensors: torch.Tensor) -> str:
@@ -36,27 +33,6 @@ def pattern(*key: int, elements: int = LARGE) -> torch.Tensor:
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=6).digest(), "big")
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 255, (elements,), dtype=torch.uint8, generator=generator)
-
-
-def expect_error(kind: ErrorKind, call: Callable[[], object]) -> CommError:
-    """The error of that kind that `call` raises."""
-    raised: CommError | None = None
-    try:
-        call()
-    except CommError as error:
-        raised = error
-    assert raised is not None, f"nothing was raised where {kind.value} was expected"
-    assert raised.kind is kind, f"expected {kind.value}, got {raised.kind.value}: {raised}"
-    return raised
-
-
-def expires(wait: Callable[[float], object], limit: float = PREMATURE) -> bool:
-    """Whether a wait of `limit` seconds is in vain."""
-    try:
-        wait(limit)
-    except CommTimeout:
-        return True
-    return False
 
 
 def connected(subject: Subject, **settings: Any) -> Communicator:

@@ -9,6 +9,7 @@ from commlayer_testkit.sim.scenarios import (
     fast_path,
     host,
     pipeline,
+    promises,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "fast_path",
     "host",
     "pipeline",
+    "promises",
 ]

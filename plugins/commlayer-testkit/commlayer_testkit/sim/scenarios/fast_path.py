@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from commlayer_testkit.sim.rank import Rank, blank, filled
+from commlayer_testkit.sim.rank import Rank, filled
 from commlayer_testkit.sim.scenario import on_ranks, scenario
-from commlayer_testkit.sim.scenarios.core import Promises
+from commlayer_testkit.sim.stage import Stage
 
 WAITED = ("gloo", "gloo_early_poll", "adversary")
 """Transports whose lanes have waiters."""
 
 
 @scenario(*WAITED, "mpi", "adversary_serial")
-@on_ranks(2, Promises)
-def core_repeated_dicts(rank: Rank, promises: Promises) -> None:
+@on_ranks(2, Stage)
+def core_repeated_dicts(rank: Rank, stage: Stage) -> None:
     """One shape comes again and again, and its payload ahead of its header; then another."""
-    comm = promises.connect(rank, inline_bytes=32)
+    comm = stage.connect(rank, inline_bytes=32)
     if rank.index == 0:
         for value, nbytes in enumerate((64, 64, 64, 48, 48, 64)):
-            comm.isend_tensor_dict({"x": promises.source(value, nbytes)}, 1)
+            comm.isend_tensor_dict({"x": stage.source(rank, value, nbytes)}, 1)
         comm.drain()
     else:
         for value in range(6):
@@ -26,12 +26,12 @@ def core_repeated_dicts(rank: Rank, promises: Promises) -> None:
 
 
 @scenario("gloo", "adversary")
-@on_ranks(2, Promises)
-def core_repeated_dicts_unclaimed(rank: Rank, promises: Promises) -> None:
+@on_ranks(2, Stage)
+def core_repeated_dicts_unclaimed(rank: Rank, stage: Stage) -> None:
     """A rank closes with repeated payload that nobody has asked for, some of it posted ahead."""
-    comm, peer = promises.connect(rank, inline_bytes=0), 1 - rank.index
+    comm, peer = stage.connect(rank, inline_bytes=0), 1 - rank.index
     for value in range(3):
-        comm.isend_tensor_dict({"x": promises.source(value, 64)}, peer)
+        comm.isend_tensor_dict({"x": stage.source(rank, value, 64)}, peer)
     for value in range(2):
         assert int(comm.recv_tensor_dict(peer)["x"][0]) == value
     try:
@@ -41,10 +41,10 @@ def core_repeated_dicts_unclaimed(rank: Rank, promises: Promises) -> None:
 
 
 @scenario(*WAITED, "mpi")
-@on_ranks(2, Promises)
-def core_two_threads_post(rank: Rank, promises: Promises) -> None:
+@on_ranks(2, Stage)
+def core_two_threads_post(rank: Rank, stage: Stage) -> None:
     """Two tasks post on one lane at once; each one's messages stay in order, none is lost."""
-    comm = promises.connect(rank)
+    comm = stage.connect(rank)
     if rank.index == 1:
         values = [comm.recv_object(0) for _ in range(4)]
         assert [v for v in values if v < 10] == [0, 1], values
@@ -62,29 +62,29 @@ def core_two_threads_post(rank: Rank, promises: Promises) -> None:
 
 
 @scenario(*WAITED)
-@on_ranks(2, Promises)
-def core_direct_each_way(rank: Rank, promises: Promises) -> None:
+@on_ranks(2, Stage)
+def core_direct_each_way(rank: Rank, stage: Stage) -> None:
     """Both ranks send and wait directly, payload beside the header."""
-    comm, peer = promises.connect(rank, wait_mode="direct", inline_bytes=32), 1 - rank.index
+    comm, peer = stage.connect(rank, wait_mode="direct", inline_bytes=32), 1 - rank.index
     for value in range(3):
-        send = comm.isend_tensor_dict({"x": promises.source(value, 64)}, peer)
+        send = comm.isend_tensor_dict({"x": stage.source(rank, value, 64)}, peer)
         assert int(comm.recv_tensor_dict(peer)["x"][0]) == value
         send.wait()
     comm.close(timeout=60.0)
 
 
 @scenario(*WAITED)
-@on_ranks(2, Promises)
-def core_direct_waiters(rank: Rank, promises: Promises) -> None:
+@on_ranks(2, Stage)
+def core_direct_waiters(rank: Rank, stage: Stage) -> None:
     """Tasks wait directly for one handle and for the next of its lane; nobody is left behind."""
-    comm = promises.connect(rank, wait_mode="direct")
+    comm = stage.connect(rank, wait_mode="direct")
     if rank.index == 0:
         for value in (1, 2):
             rank.sleep(1.0)
-            comm.isend(promises.source(value), 1)
+            comm.isend(stage.source(rank, value), 1)
         comm.drain()
         return
-    first, second = (comm.irecv(blank(16), 0) for _ in range(2))
+    first, second = (comm.irecv(stage.target(rank, 16), 0) for _ in range(2))
     tasks = [
         rank.spawn(lambda: second.wait(), "waits for the second"),
         rank.spawn(lambda: first.wait(), "waits for the first"),
@@ -96,11 +96,11 @@ def core_direct_waiters(rank: Rank, promises: Promises) -> None:
 
 
 @scenario(*WAITED)
-@on_ranks(2, Promises)
-def core_direct_completes_unwaited(rank: Rank, promises: Promises) -> None:
+@on_ranks(2, Stage)
+def core_direct_completes_unwaited(rank: Rank, stage: Stage) -> None:
     """Directly driven lanes move though nobody waits."""
-    comm, peer = promises.connect(rank, wait_mode="direct"), 1 - rank.index
-    receive = comm.irecv(blank(16), peer)
+    comm, peer = stage.connect(rank, wait_mode="direct"), 1 - rank.index
+    receive = comm.irecv(stage.target(rank, 16), peer)
     send = comm.isend(filled(rank.index, 16), peer)
     rank.sleep(10.0)
     assert send.is_completed()
